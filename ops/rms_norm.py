@@ -1,0 +1,45 @@
+"""RMSNorm over the last dimension.
+
+Shapes: x ``[..., hidden]`` fp32 or bf16, contiguous or not; weight ``[hidden]`` fp32 or bf16; result has x's shape
+and dtype, contiguous.
+Numerics: the mean of squares, the scaling and the multiplication by the weight are fp32; one rounding at the end.
+Errors: ``ValueError`` if the weight does not have ``hidden`` elements.
+Source: RMSNorm of the official inference code (Zhang and Sennrich, 2019).
+"""
+
+import torch
+
+from ._registry import Arguments, register
+from ._rows import rms_normalize
+from .shapes import Shape
+
+
+def _alloc(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm weight must have shape {list(x.shape[-1:])}, got {list(weight.shape)}")
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """Normalise every row of ``x`` to unit root mean square and scale it by ``weight``."""
+    return _alloc(x, weight).copy_(rms_normalize(x, weight, eps))
+
+
+def fake(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    return _alloc(x, weight)
+
+
+def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
+    g = torch.Generator(device="cpu").manual_seed(seed)
+    x = torch.randn(num_tokens, shape.q_lora_rank, generator=g).to(device, dtype)
+    weight = torch.randn(shape.q_lora_rank, generator=g).to(device, dtype)
+    return (x, weight), {"eps": shape.eps}
+
+
+rms_norm = register(
+    "rms_norm",
+    "(Tensor x, Tensor weight, *, float eps) -> Tensor",
+    reference=reference,
+    fake=fake,
+    example=example,
+)
