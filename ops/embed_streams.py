@@ -1,0 +1,60 @@
+"""Token embedding, copied into every residual stream.
+
+Shapes: token_ids ``[num_tokens]`` int32 or int64; weight ``[vocab, hidden]`` fp32 or bf16; result
+``[num_tokens, num_streams, hidden]`` in ``dtype``, contiguous.
+Numerics: a copy, rounded once if ``dtype`` is narrower than the weight. An id outside ``[0, vocab)`` (a pad, or a
+token of another rank's vocabulary shard) reads nothing and gives zeros.
+Errors: ``ValueError`` on wrong ranks, dtypes or ``num_streams < 1``.
+Source: ``Transformer.forward`` of the official inference code (embedding repeated over the hyper-connection streams).
+"""
+
+import torch
+
+from ._registry import Arguments, register
+from .shapes import Shape
+
+
+def _alloc(token_ids: torch.Tensor, weight: torch.Tensor, num_streams: int, dtype: torch.dtype) -> torch.Tensor:
+    if token_ids.dim() != 1 or token_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"embed_streams token_ids must be 1-D int32 or int64, got {token_ids.dim()}-D {token_ids.dtype}"
+        )
+    if weight.dim() != 2 or weight.shape[0] < 1:
+        raise ValueError(f"embed_streams weight must be [vocab >= 1, hidden], got {list(weight.shape)}")
+    if num_streams < 1:
+        raise ValueError(f"embed_streams num_streams must be at least 1, got {num_streams}")
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"embed_streams dtype must be float32 or bfloat16, got {dtype}")
+    return torch.empty(token_ids.shape[0], num_streams, weight.shape[1], dtype=dtype, device=weight.device)
+
+
+def reference(
+    token_ids: torch.Tensor, weight: torch.Tensor, *, num_streams: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Embed every token and repeat the row over the streams."""
+    out = _alloc(token_ids, weight, num_streams, dtype)
+    vocab = weight.shape[0]
+    ids = token_ids.long()
+    inside = ((ids >= 0) & (ids < vocab)).unsqueeze(-1)
+    rows = torch.where(inside, weight[ids.clamp(0, vocab - 1)], torch.zeros((), dtype=weight.dtype))
+    return out.copy_(rows.unsqueeze(1))
+
+
+def fake(token_ids: torch.Tensor, weight: torch.Tensor, *, num_streams: int, dtype: torch.dtype) -> torch.Tensor:
+    return _alloc(token_ids, weight, num_streams, dtype)
+
+
+def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
+    g = torch.Generator(device="cpu").manual_seed(seed)
+    token_ids = torch.randint(-1, shape.vocab + 1, (num_tokens,), generator=g).to(device)
+    weight = torch.randn(shape.vocab, shape.hidden, generator=g).to(device, torch.bfloat16)
+    return (token_ids, weight), {"num_streams": shape.num_streams, "dtype": dtype}
+
+
+embed_streams = register(
+    "embed_streams",
+    "(Tensor token_ids, Tensor weight, *, int num_streams, ScalarType dtype) -> Tensor",
+    reference=reference,
+    fake=fake,
+    example=example,
+)

@@ -1,0 +1,92 @@
+"""Linear layer on FP8 activations and FP8 weights.
+
+Shapes: x e4m3 ``[num_tokens, in]`` with x_scale fp32 ``[num_tokens, ceil(in / 128)]`` (from ``quant_fp8``); weight
+e4m3 ``[out, in]`` with weight_scale fp32 ``[ceil(out / 128), ceil(in / 128)]``; result ``[num_tokens, out]`` in
+``dtype`` (fp32 or bf16). Sizes need not be multiples of 128.
+Numerics: codes times scales are exact in fp32 for power-of-two scales; products accumulate in fp32 and round once to
+``dtype``. With ``deterministic`` a row's result does not depend on the other rows.
+Errors: ``ValueError`` on wrong ranks, sizes or dtypes.
+Source: ``fp8_gemm`` of the official inference code.
+"""
+
+import torch
+
+from . import _formats
+from ._registry import Arguments, register
+from ._rows import product
+from .shapes import Shape
+
+_BLOCK = _formats.WEIGHT_BLOCK
+
+
+def _alloc(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    for subject, tensor, want in (
+        ("x", x, torch.float8_e4m3fn),
+        ("x_scale", x_scale, torch.float32),
+        ("weight", weight, torch.float8_e4m3fn),
+        ("weight_scale", weight_scale, torch.float32),
+    ):
+        if tensor.dim() != 2 or tensor.dtype != want:
+            raise ValueError(f"fp8_linear {subject} must be 2-D {want}, got {tensor.dim()}-D {tensor.dtype}")
+    rows, cols = weight.shape
+    blocks = [-(-rows // _BLOCK), -(-cols // _BLOCK)]
+    if x.shape[1] != cols:
+        raise ValueError(f"fp8_linear x must be [num_tokens, {cols}], got {list(x.shape)}")
+    if x_scale.shape[1] != blocks[1]:
+        raise ValueError(f"fp8_linear x_scale must be [num_tokens, {blocks[1]}], got {list(x_scale.shape)}")
+    if list(weight_scale.shape) != blocks:
+        raise ValueError(f"fp8_linear weight_scale must be {blocks}, got {list(weight_scale.shape)}")
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"fp8_linear dtype must be float32 or bfloat16, got {dtype}")
+    return torch.empty(x.shape[0], rows, dtype=dtype, device=x.device)
+
+
+def reference(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    deterministic: bool,
+) -> torch.Tensor:
+    """``dequantised x @ dequantised weight.T``, accumulated in fp32 and rounded once."""
+    out = _alloc(x, x_scale, weight, weight_scale, dtype)
+    if x_scale.shape[0] != x.shape[0]:  # a single scale row would broadcast
+        raise ValueError(f"fp8_linear x_scale must have {x.shape[0]} rows, got {x_scale.shape[0]}")
+    values = _formats.dequantize_fp8(x, x_scale)
+    weights = _formats.dequantize_fp8_weight(weight, weight_scale)
+    return out.copy_(product(values, weights, deterministic=deterministic))
+
+
+def fake(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    deterministic: bool,
+) -> torch.Tensor:
+    return _alloc(x, x_scale, weight, weight_scale, dtype)
+
+
+def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
+    g = torch.Generator(device="cpu").manual_seed(seed)
+    x, x_scale = _formats.quantize_fp8(torch.randn(num_tokens, shape.hidden, generator=g))
+    weight = torch.randn(shape.q_lora_rank, shape.hidden, generator=g).to(torch.float8_e4m3fn)
+    blocks = (-(-shape.q_lora_rank // _BLOCK), -(-shape.hidden // _BLOCK))
+    weight_scale = torch.exp2(torch.randint(-8, -3, blocks, generator=g).float())
+    args = tuple(t.to(device) for t in (x, x_scale, weight, weight_scale))
+    return args, {"dtype": dtype, "deterministic": True}
+
+
+fp8_linear = register(
+    "fp8_linear",
+    "(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, *, ScalarType dtype, bool deterministic) -> Tensor",
+    reference=reference,
+    fake=fake,
+    example=example,
+)
