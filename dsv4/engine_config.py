@@ -1,0 +1,88 @@
+"""Settings of an engine, validated once and never changed."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .execution import CacheStorage, Execution, NumericsMode
+from .ops.shapes import BLOCK_TOKENS
+
+CompileMode = Literal["off", "piecewise", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine loads, compiles, caches and schedules.
+
+    Attributes:
+        numerics: ``exact`` or ``official``; see ``dsv4.execution.Execution``.
+        deterministic: results of a row do not depend on its batch, bitwise.
+        device: ``cpu`` (CUDA kernels are not part of this release).
+        compile: ``off`` runs eagerly, ``piecewise`` cuts the traced graph at the boundary ops and compiles the pieces
+            between them, ``full`` compiles the whole graph as one piece.
+        boundary_ops: qualified op names at which ``piecewise`` cuts; ``None`` means the default set (attention).
+        compile_cache: directory of compiled pieces kept across processes; ``None`` disables it.
+        cache_storage: cache row format; ``None`` means fp32 for fp32 activations, bf16 otherwise.
+        max_seq_len: longest sequence in tokens, prompt and completion together.
+        num_blocks: physical 256-token cache blocks; ``None`` means enough for ``max_requests`` full sequences.
+        max_requests: requests running at once.
+        token_budget: most rows of one step.
+        chunk_tokens: most prefill rows of one request in one step.
+        prefix_reuse: keep finished 256-token blocks for later prompts with the same beginning.
+        draft_tokens: tokens drafted per step by the MTP block and verified by the model; 0 switches drafting off.
+    """
+
+    numerics: NumericsMode = "exact"
+    deterministic: bool = False
+    device: str = "cpu"
+    compile: CompileMode = "piecewise"
+    boundary_ops: tuple[str, ...] | None = None
+    compile_cache: str | None = None
+    cache_storage: CacheStorage | None = None
+    max_seq_len: int = 4096
+    num_blocks: int | None = None
+    max_requests: int = 8
+    token_budget: int = 1024
+    chunk_tokens: int = 256
+    prefix_reuse: bool = True
+    draft_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        device = torch.device(self.device)
+        if device.type != "cpu":
+            raise NotImplementedError(f"device must be cpu in this release, got {self.device}: CUDA kernels do not exist yet")
+        if self.compile not in ("off", "piecewise", "full"):
+            raise ValueError(f"compile must be 'off', 'piecewise' or 'full', got {self.compile!r}")
+        if self.boundary_ops is not None and self.compile != "piecewise":
+            raise ValueError(f"boundary_ops must come with compile 'piecewise', got {self.compile!r}")
+        for name in ("max_seq_len", "max_requests", "token_budget", "chunk_tokens"):
+            _check_positive(name, getattr(self, name))
+        if self.num_blocks is not None:
+            _check_positive("num_blocks", self.num_blocks)
+        if self.draft_tokens < 0 or self.draft_tokens > 7:
+            raise ValueError(f"draft_tokens must be in [0, 7], got {self.draft_tokens}")
+        if self.token_budget < self.max_requests * (1 + self.draft_tokens):
+            raise ValueError(
+                f"token_budget must hold one decode step of every request, "
+                f"{self.max_requests * (1 + self.draft_tokens)} rows, got {self.token_budget}"
+            )
+        self.execution.check_storage(self.storage)
+
+    @property
+    def execution(self) -> Execution:
+        return Execution.of(self.numerics, device=self.device, deterministic=self.deterministic)
+
+    @property
+    def storage(self) -> CacheStorage:
+        return self.cache_storage or ("fp32" if self.execution.dtype == torch.float32 else "bf16")
+
+    @property
+    def max_blocks(self) -> int:
+        """Logical 256-token blocks of the longest sequence."""
+        return -(-self.max_seq_len // BLOCK_TOKENS)
+
+
+def _check_positive(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")

@@ -1,0 +1,87 @@
+"""Runs steps of one model over its caches: the layer between host-side scheduling and the traced forward.
+
+A :class:`Runner` owns the model, the caches and the two step functions (backbone and MTP draft), which may be the eager
+methods or compiled ones. A :class:`Sequence` is one request's pages, for callers that place requests themselves.
+"""
+
+from collections.abc import Callable, Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+
+from .caches import ModelCaches
+from .inputs import Segment, StepInputs, build_inputs
+from .model import DeepseekV4
+from .ops.shapes import BLOCK_TOKENS, WINDOW_PAGE_TOKENS
+
+StepFunction = Callable[[StepInputs, ModelCaches], tuple[torch.Tensor, torch.Tensor]]
+DraftFunction = Callable[[StepInputs, ModelCaches, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class Runner:
+    """One model with its caches.
+
+    Attributes:
+        model: the eager model.
+        caches: paged caches, written by every step.
+        max_blocks: block-table width; a sequence has at most ``256 * max_blocks`` tokens.
+        step: ``(inputs, caches) -> (logits, streams)``.
+        draft: ``(inputs, caches, streams) -> (logits, streams)`` of the first MTP block.
+    """
+
+    model: DeepseekV4
+    caches: ModelCaches
+    max_blocks: int
+    step: StepFunction
+    draft: DraftFunction
+
+    @classmethod
+    def eager(cls, model: DeepseekV4, caches: ModelCaches, max_blocks: int) -> "Runner":
+        return cls(model, caches, max_blocks, model.forward_streams, model.forward_mtp)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.max_blocks * BLOCK_TOKENS
+
+    def inputs(self, segments: Rows[Segment], **pads: int) -> StepInputs:
+        return build_inputs(
+            segments,
+            vocab_size=self.model.config.vocab_size,
+            max_blocks=self.max_blocks,
+            device=self.model.embed.device,
+            **pads,
+        )
+
+    @torch.no_grad()
+    def run(self, segments: Rows[Segment], **pads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits ``[L, V]`` fp32 and streams ``[T, M, D]`` of one step."""
+        return self.step(self.inputs(segments, **pads), self.caches)
+
+    @torch.no_grad()
+    def run_draft(self, segments: Rows[Segment], streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """MTP logits and streams; segment tokens are those one position after each row of ``streams``."""
+        return self.draft(self.inputs(segments), self.caches, streams)
+
+
+@dataclass
+class Sequence:
+    """Pages of one request placed by hand: physical pages ``first_block…`` and ``first_page…``, one state slot."""
+
+    first_block: int = 0
+    first_page: int = 0
+    state_slot: int = 0
+    length: int = 0
+
+    def segment(self, token_ids: Rows[int], logit_offsets: Rows[int] = (), *, start: int | None = None) -> Segment:
+        """The next rows of the sequence (or rows from ``start``); :attr:`length` moves past them."""
+        start = self.length if start is None else start
+        self.length = start + len(token_ids)
+        return Segment(
+            token_ids=token_ids,
+            start=start,
+            blocks=range(self.first_block, self.first_block + -(-self.length // BLOCK_TOKENS)),
+            window_pages=range(self.first_page, self.first_page + -(-self.length // WINDOW_PAGE_TOKENS)),
+            state_slot=self.state_slot,
+            logit_offsets=logit_offsets,
+        )
