@@ -1,0 +1,312 @@
+"""Command line: generate, score, logits, compare, inspect, synth.
+
+With ``--json`` a command writes exactly one JSON object to stdout; logs and progress always go to stderr. A refused input
+ends with exit code 2 and one line (or, with ``--json``, an object with key ``error``).
+"""
+
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="DeepSeek-V4 through compiled pieces of custom ops.",
+)
+
+Model = Annotated[Path, typer.Argument(help="Checkpoint directory in the official layout.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON object to stdout.")]
+Numerics = Annotated[str, typer.Option(help="exact (no activation or KV quantisation) or official.")]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="Row results independent of the batch, bitwise.")]
+Compile = Annotated[str, typer.Option(help="off, piecewise or full.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+CompileCache = Annotated[
+    Path | None, typer.Option(help="Directory that keeps compiled pieces; default: the user's cache directory.")
+]
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}")
+    return value
+
+
+def _settings(numerics: str, deterministic: bool, compile: str, device: str, cache: Path | None = None, **more: Any):
+    from .config import default_compile_cache
+    from .engine_config import CompileMode, EngineConfig
+    from .execution import NumericsMode
+
+    _choice("device", device.split(":")[0], ("cpu", "cuda"))
+    return EngineConfig(
+        numerics=_choice("numerics", numerics, get_args(NumericsMode)),
+        deterministic=deterministic,
+        compile=_choice("compile", compile, get_args(CompileMode)),
+        device=device,
+        compile_cache=str(cache or default_compile_cache()),
+        **more,
+    )
+
+
+def _emit(as_json: bool, payload: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
+    if as_json:
+        print(json.dumps(payload, ensure_ascii=False, allow_nan=False))
+    else:
+        show(payload)
+
+
+def _read_json(path: Path, subject: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{subject} must be a readable file, got {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{subject} must be JSON, got {path}: {error}") from error
+
+
+def _token_list(value: Any, subject: str) -> list[int]:
+    if not isinstance(value, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in value):
+        raise ValueError(f"{subject} must be a list of integer token ids, got {type(value).__name__}")
+    return value
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[list[str], typer.Option(help="Prompt text; repeat for a batch.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1].")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampler.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt as one user turn of a chat.")] = False,
+    draft_tokens: Annotated[int, typer.Option(help="Tokens drafted by the MTP block per step; 0 = off.")] = 0,
+    max_seq_len: Annotated[int, typer.Option(help="Longest sequence in tokens.")] = 4096,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text to stderr as it is generated.")] = False,
+    numerics: Numerics = "exact",
+    deterministic: Deterministic = False,
+    compile: Compile = "piecewise",
+    device: Device = "cpu",
+    compile_cache: CompileCache = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue prompts."""
+    from .chat import encode_messages
+    from .engine import Engine
+    from .sampling import SamplingParams
+
+    settings = _settings(
+        numerics, deterministic, compile, device, compile_cache, draft_tokens=draft_tokens, max_seq_len=max_seq_len
+    )
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens)
+    engine = Engine.from_checkpoint(model, settings)
+    texts = [encode_messages([{"role": "user", "content": p}], thinking=False) for p in prompt] if chat else prompt
+    on_token = (lambda event: print(event.text, end="", file=sys.stderr, flush=True)) if stream else None
+    completions, run = engine.generate_with_stats(texts, params, on_token=on_token)
+    payload = {
+        "completions": [
+            {"prompt": text, **{k: v for k, v in dataclasses.asdict(c).items() if k != "request_id"}}
+            for text, c in zip(prompt, completions, strict=True)
+        ],
+        "timings": dataclasses.asdict(engine.timings) | dataclasses.asdict(run),
+    }
+
+    def show(p: dict[str, Any]) -> None:
+        for c in p["completions"]:
+            print(f"{c['prompt']}\033[1m{c['text']}\033[0m" if sys.stdout.isatty() else f"{c['prompt']}{c['text']}")
+            if c["error"]:
+                print(f"  error: {c['error']}")
+            print()
+        print(f"{run.tokens_per_second:.1f} tokens per second, {run.generated_tokens} tokens in {run.seconds:.2f} s")
+
+    _emit(as_json, payload, show)
+
+
+@app.command()
+def score(
+    model: Model,
+    tokens: Annotated[Path, typer.Option(help="JSON list of token ids, or an object with key tokens.")],
+    window: Annotated[int, typer.Option(help="Scored tokens per window.")] = 1024,
+    mtp: Annotated[bool, typer.Option("--mtp", help="Also score the MTP block.")] = False,
+    numerics: Numerics = "exact",
+    deterministic: Deterministic = False,
+    compile: Compile = "off",
+    device: Device = "cpu",
+    compile_cache: CompileCache = None,
+    as_json: AsJson = False,
+) -> None:
+    """Negative log-likelihood per window, in nats per token."""
+    from . import evaluate
+    from .engine import Engine
+
+    value = _read_json(tokens, "tokens file")
+    if isinstance(value, dict):
+        if "tokens" not in value:
+            raise ValueError(f"tokens file must be a list or an object with key 'tokens', got keys {sorted(value)[:8]}")
+        value = value["tokens"]
+    ids = _token_list(value, "tokens")
+    settings = _settings(
+        numerics, deterministic, compile, device, compile_cache, max_seq_len=max(window, 1), max_requests=1
+    )
+    result = evaluate.score(Engine.from_checkpoint(model, settings).runner, ids, window=window, mtp=mtp)
+    payload: dict[str, Any] = {"nll": result.nll, "nll_per_window": result.nll_per_window, "window": window}
+    if mtp:
+        payload |= {"mtp_nll": result.mtp_nll, "mtp_nll_per_window": result.mtp_nll_per_window}
+
+    def show(p: dict[str, Any]) -> None:
+        mtp_text = f", MTP {p['mtp_nll']:.6f}" if mtp else ""
+        print(f"NLL {p['nll']:.6f}{mtp_text} over {len(p['nll_per_window'])} windows of {window}")
+
+    _emit(as_json, payload, show)
+
+
+@app.command()
+def logits(
+    model: Model,
+    prompts: Annotated[Path, typer.Option(help="JSON list of token id lists.")],
+    out: Annotated[Path, typer.Option(help="safetensors file to write.")],
+    chunk: Annotated[int | None, typer.Option(help="Prefill chunk in tokens; default: in one go.")] = None,
+    numerics: Numerics = "exact",
+    deterministic: Deterministic = False,
+    compile: Compile = "off",
+    device: Device = "cpu",
+    compile_cache: CompileCache = None,
+    as_json: AsJson = False,
+) -> None:
+    """fp32 last-token logits of every prompt, under logits_<index>."""
+    from safetensors.torch import save_file
+
+    from . import evaluate
+    from .engine import Engine
+
+    lists = _read_json(prompts, "prompts file")
+    if not isinstance(lists, list) or not lists:
+        raise ValueError(f"prompts file must be a non-empty list of token id lists, got {type(lists).__name__}")
+    lists = [_token_list(ids, f"prompt {index}") for index, ids in enumerate(lists)]
+    longest = max(len(ids) for ids in lists)
+    settings = _settings(
+        numerics, deterministic, compile, device, compile_cache, max_seq_len=max(longest, 1), max_requests=1
+    )
+    runner = Engine.from_checkpoint(model, settings).runner
+    for index, ids in enumerate(lists):
+        evaluate.check_prompt(runner, ids, f"prompt {index}")
+    found = {f"logits_{index}": evaluate.last_logits(runner, ids, chunk=chunk) for index, ids in enumerate(lists)}
+    save_file({name: value.float().contiguous() for name, value in found.items()}, out)
+    payload = {"out": str(out), "prompts": len(found), "vocab": runner.model.config.vocab_size}
+    _emit(as_json, payload, lambda p: print(f"{p['prompts']} rows of {p['vocab']} logits in {p['out']}"))
+
+
+@app.command()
+def compare(
+    model: Model,
+    layers: Annotated[Path, typer.Option(help="safetensors file of recorded sublayer inputs and outputs.")],
+    numerics: Numerics = "official",
+    deterministic: Deterministic = False,
+    compile: Compile = "off",
+    device: Device = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Run each recorded sublayer alone and report its distance from the record."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from . import evaluate
+    from .engine import Engine
+
+    try:
+        recorded = load_file(layers)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"layers file must be a readable safetensors file, got {layers}: {error}") from error
+    longest = max((t.shape[0] for name, t in recorded.items() if name.endswith(".ids")), default=1)
+    settings = _settings(numerics, deterministic, compile, device, max_seq_len=longest, max_requests=1)
+    result = evaluate.compare(Engine.from_checkpoint(model, settings).runner, recorded)
+
+    def show(p: dict[str, Any]) -> None:
+        for name, value in p["layers"].items():
+            print(f"{value:10.6f}  {name}")
+        print("worst:", ", ".join(f"{kind} {value:.6f}" for kind, value in p["worst"].items()))
+
+    _emit(as_json, dataclasses.asdict(result), show)
+
+
+@app.command()
+def inspect(
+    model: Annotated[Path, typer.Argument(help="Checkpoint directory, or a config.json alone.")],
+    numerics: Numerics = "exact",
+    compile: Compile = "piecewise",
+    as_json: AsJson = False,
+) -> None:
+    """What the traced model is made of; needs no weights."""
+    from .engine_config import CompileMode
+    from .execution import NumericsMode
+    from .inspection import inspect_model
+
+    _choice("compile", compile, get_args(CompileMode))
+    _choice("numerics", numerics, get_args(NumericsMode))
+    payload = inspect_model(model, numerics=numerics, mode=compile)
+
+    def show(p: dict[str, Any]) -> None:
+        print(f"parameters {p['parameters']:,}   bytes {p['bytes']:,}   ops {len(p['ops'])}")
+        print(f"graph breaks {p['graph_breaks']}   recompiles {p['recompiles']}")
+        print(f"pieces {p['pieces']}   distinct {p['distinct_pieces']}   cut at {', '.join(p['boundary_ops'])}")
+        for name, count in sorted(p["op_calls"].items(), key=lambda item: -item[1]):
+            print(f"{count:6d}  {name}")
+
+    _emit(as_json, payload, show)
+
+
+@app.command()
+def synth(
+    config: Annotated[Path, typer.Argument(help="config.json or a directory holding one.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write; must not hold files.")],
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    layers: Annotated[int | None, typer.Option(help="Override num_hidden_layers.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Override n_routed_experts.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a synthetic checkpoint in the official layout."""
+    from .config import ModelConfig
+    from .synth import write_synthetic
+
+    overrides = {"num_hidden_layers": layers, "n_routed_experts": experts}
+    report = write_synthetic(
+        ModelConfig.from_json(config), out, seed=seed, **{k: v for k, v in overrides.items() if v is not None}
+    )
+    payload = {"out": str(out)} | dataclasses.asdict(report)
+    _emit(as_json, payload, lambda p: print(", ".join(f"{k} {v}" for k, v in p.items())))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Console entry: one line for a refused input, a traceback only for our own faults."""
+    console = Console(stderr=True)
+    handler = RichHandler(console=console, show_path=False, show_time=False)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        code = app(argv, standalone_mode=False)
+    except typer.Exit as error:
+        code = error.exit_code
+    except (ValueError, NotImplementedError, FileNotFoundError, FileExistsError) as error:
+        if "--json" in argv:
+            print(json.dumps({"error": str(error)}, ensure_ascii=False))
+        console.print(f"error: {error}", style="bold red", markup=False, highlight=False)
+        code = 2
+    except Exception as error:
+        import click
+
+        if not isinstance(error, click.ClickException):
+            raise
+        error.show()
+        code = error.exit_code
+    sys.exit(code or 0)
+
+
+if __name__ == "__main__":
+    main()
