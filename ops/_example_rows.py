@@ -84,6 +84,12 @@ def example_rows(
     )
 
 
+def example_rope_table(num_positions: int, rope_dim: int, g: torch.Generator) -> torch.Tensor:
+    """Cosines and sines ``[num_positions, rope_dim]`` of random angles, on the CPU."""
+    angles = torch.rand(num_positions, rope_dim // 2, generator=g) * (2 * torch.pi)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
 def _split(num_rows: int, g: torch.Generator) -> list[int]:
     """Rows per request, each at least one."""
     if num_rows == 0:

@@ -110,6 +110,12 @@ def simulate_fp8(x: torch.Tensor, block: int) -> torch.Tensor:
     return dequantize_fp8(*quantize_fp8(x, block), block).to(x.dtype)
 
 
+def simulate_kv(x: torch.Tensor, rope_dim: int) -> torch.Tensor:
+    """``x`` with all but its last ``rope_dim`` dimensions rounded to FP8 blocks of 64 and back, in ``x.dtype``."""
+    split = x.shape[-1] - rope_dim
+    return torch.cat((simulate_fp8(x[..., :split], KV_BLOCK), x[..., split:]), dim=-1)
+
+
 def simulate_fp4(x: torch.Tensor) -> torch.Tensor:
     """``x`` rounded to FP4 blocks of 32 and back, in ``x.dtype``."""
     codes, scale = quantize_fp4(x)

@@ -24,6 +24,19 @@ def fp8_page_bytes(page_rows: int, dim: int) -> int:
     return -(-page_rows * HEAD_ROW_BYTES // HEAD_DATA_BYTES) * HEAD_DATA_BYTES
 
 
+def check(op: str, cache: torch.Tensor, dim: int) -> None:
+    """Raise unless ``cache`` can hold rows of ``dim``: ``[pages, rows, dim]`` fp32 or bf16, or uint8 ``[pages, bytes]``."""
+    if cache.dtype == torch.uint8:
+        if dim not in (HEAD_DIM, INDEX_DIM):
+            raise ValueError(f"{op} rows of an FP8 cache must have {HEAD_DIM} or {INDEX_DIM} dimensions, got {dim}")
+        if cache.dim() != 2 or page_rows(cache, dim) < 1 or cache.shape[1] != fp8_page_bytes(page_rows(cache, dim), dim):
+            raise ValueError(f"{op} FP8 cache must be [pages, page bytes of whole rows], got {list(cache.shape)}")
+    elif cache.dtype not in (torch.float32, torch.bfloat16):
+        raise NotImplementedError(f"{op} cache must be float32, bfloat16 or uint8 (FP8), got {cache.dtype}")
+    elif cache.dim() != 3 or cache.shape[2] != dim:
+        raise ValueError(f"{op} cache must be [pages, rows, {dim}], got {list(cache.shape)}")
+
+
 def page_rows(cache: torch.Tensor, dim: int) -> int:
     """Rows per page of a dense ``[pages, rows, dim]`` or FP8 ``[pages, bytes]`` cache."""
     if cache.dtype != torch.uint8:
