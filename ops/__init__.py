@@ -4,10 +4,14 @@ if __name__ != "dsv4.ops":
     raise ImportError(f"import this package as dsv4.ops, not as {__name__}: a second copy would register ops twice")
 
 from ._registry import OpSpec, PrewarmCase, boundary_ops, spec, specs  # noqa: E402
+from .compressor_merge import compressor_merge  # noqa: E402
+from .compressor_partials import compressor_partials  # noqa: E402
+from .compressor_update import compressor_update  # noqa: E402
 from .embed_streams import embed_streams  # noqa: E402
 from .fp8_linear import fp8_linear  # noqa: E402
 from .grouped_o_proj import grouped_o_proj  # noqa: E402
 from .linear import linear  # noqa: E402
+from .qkv_rope_cache import qkv_rope_cache  # noqa: E402
 from .quant_fp4 import quant_fp4  # noqa: E402
 from .quant_fp8 import quant_fp8  # noqa: E402
 from .rms_norm import rms_norm  # noqa: E402
