@@ -192,7 +192,7 @@ class PrefixCache:
         """Undo one ``acquire``."""
         self._check_member(node)
         if not node.references:
-            raise ValueError(f"a prefix node must be held to be released, got one of depth {node.depth} with 0 references")
+            raise ValueError(f"a prefix node must be held to be released, got depth {node.depth} with 0 references")
         node.references -= 1
         if not node.references:
             del self._held[node.digest]

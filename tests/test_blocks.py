@@ -130,7 +130,7 @@ def test_cache_errors():
     (node,) = grow(blocks, windows, cache, [1], [True])
     with pytest.raises(ValueError, match="a prefix block must have 256 tokens, got 3"):
         cache.insert(None, [1, 2, 3], 0)
-    with pytest.raises(ValueError, match="must be held to be released, got one of depth 1 with 0 references"):
+    with pytest.raises(ValueError, match="must be held to be released, got depth 1 with 0 references"):
         cache.release(node)
 
 

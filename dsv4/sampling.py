@@ -1,0 +1,141 @@
+"""Sampling parameters and the choice of the next token.
+
+Shapes: logits ``[L, V]`` fp32, one row per wanted token; ids ``[L]`` int64 on the device of the logits.
+Numerics: softmax, nucleus and inverse CDF in fp64, row by row. The only random number of a token is a function of the
+request's seed and of the token's index in its output, so that the text of a request depends neither on the batch it
+shares, nor on being preempted and recomputed, nor on how many tokens a step verifies.
+Ties: greedy takes the smallest id; the nucleus keeps smaller ids first.
+Errors: ``ValueError`` naming the field, its rule and its value.
+"""
+
+import hashlib
+import math
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+_MAX_SEED = 2**63
+_UNIFORM_BITS = 52  # u * total < total still holds after rounding to fp64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled and when it ends."""
+
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0  # smallest set of most probable tokens that reaches this mass; 1: all tokens
+    seed: int | None = None  # None: drawn when the request is admitted (with_seed)
+    max_new_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()  # end the output, and are its last token
+    ignore_eos: bool = False  # the end-of-sentence token does not end the output
+
+    def __post_init__(self) -> None:
+        stops = self.stop_token_ids
+        finite = _is_number(self.temperature) and 0 <= self.temperature < math.inf
+        seeded = _is_int(self.seed) and 0 <= self.seed < _MAX_SEED
+        ids = isinstance(stops, tuple) and all(_is_int(token) and token >= 0 for token in stops)
+        _require(finite, "temperature", "a finite number >= 0", self.temperature)
+        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
+        _require(self.seed is None or seeded, "seed", "None or in [0, 2**63)", self.seed)
+        positive = _is_int(self.max_new_tokens) and self.max_new_tokens > 0
+        _require(positive, "max_new_tokens", "an int >= 1", self.max_new_tokens)
+        _require(ids, "stop_token_ids", "a tuple of ints >= 0", stops)
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", "a bool", self.ignore_eos)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def with_seed(self) -> "SamplingParams":
+        """The same parameters with a seed: a fresh random one where there was none."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbelow(_MAX_SEED))
+
+
+def uniform(seed: int, step: int) -> float:
+    """A number in [0, 1) that is a pure function of a request's seed and the index of the token in its output."""
+    digest = hashlib.sha256(struct.pack("<QQ", seed, step)).digest()
+    return (int.from_bytes(digest[:8], "little") >> (64 - _UNIFORM_BITS)) / 2**_UNIFORM_BITS
+
+
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> torch.Tensor:
+    """Choose one token per row.
+
+    Args:
+        logits: ``[L, V]`` fp32.
+        params: of each row's request.
+        steps: index in its request's output of the token that each row chooses.
+
+    Returns:
+        ``[L]`` int64 ids on the device of the logits.
+    """
+    _check_rows(logits, params)
+    if len(steps) != len(params):
+        raise ValueError(f"steps must have one entry for each of {len(params)} rows, got {len(steps)}")
+    ids = torch.argmax(logits, dim=-1)  # the first of several maxima
+    drawn = [row for row, request in enumerate(params) if not request.greedy]
+    if not drawn:
+        return ids
+    rows = torch.tensor(drawn, device=logits.device)
+    numbers = [_uniform_of(params[row], steps[row]) for row in drawn]
+    target = torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(-1)
+    total = _distribution(logits[rows], [params[row] for row in drawn]).cumsum(dim=-1)
+    chosen = torch.searchsorted(total, target * total[:, -1:], right=True)  # first id beyond the mass
+    return ids.index_copy(0, rows, chosen.squeeze(-1))
+
+
+def probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """The distribution ``[L, V]`` fp64 from which ``sample`` chooses; a greedy row is one-hot."""
+    _check_rows(logits, params)
+    result = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
+    result.scatter_(1, torch.argmax(logits, dim=-1, keepdim=True), 1.0)
+    drawn = [row for row, request in enumerate(params) if not request.greedy]
+    if drawn:
+        rows = torch.tensor(drawn, device=logits.device)
+        result[rows] = _distribution(logits[rows], [params[row] for row in drawn])
+    return result
+
+
+def _distribution(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    column = {"dtype": torch.float64, "device": logits.device}
+    temperature = torch.tensor([request.temperature for request in params], **column).unsqueeze(-1)
+    shifted = logits.double() - logits.amax(dim=-1, keepdim=True).double()  # before the division: no overflow when cold
+    weights = torch.softmax(shifted / temperature, dim=-1)
+    if all(request.top_p == 1 for request in params):
+        return weights
+    top_p = torch.tensor([request.top_p for request in params], **column).unsqueeze(-1)
+    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+    mass_before = ordered.cumsum(dim=-1) - ordered
+    kept = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, order, (mass_before < top_p) | (top_p == 1))
+    weights = torch.where(kept, weights, 0.0)
+    return torch.where(top_p == 1, weights, weights / weights.sum(dim=-1, keepdim=True))  # full rows stay bitwise alone
+
+
+def _uniform_of(params: SamplingParams, step: int) -> float:
+    if params.seed is None:
+        raise ValueError("seed must be set before sampling (SamplingParams.with_seed), got None")
+    if step < 0:
+        raise ValueError(f"steps must be >= 0, got {step}")
+    return uniform(params.seed, step)
+
+
+def _check_rows(logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:
+    if logits.dim() != 2 or logits.dtype != torch.float32:
+        raise ValueError(f"logits must be [rows, vocabulary] float32, got {list(logits.shape)} {logits.dtype}")
+    if len(params) != logits.shape[0]:
+        raise ValueError(f"params must have one entry for each of {logits.shape[0]} rows, got {len(params)}")
+
+
+def _require(holds: bool, name: str, rule: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
