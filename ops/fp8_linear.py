@@ -14,6 +14,7 @@ import torch
 from . import _formats
 from ._registry import Arguments, register
 from ._rows import product
+from .quant_fp8 import quant_fp8
 from .shapes import Shape
 
 _BLOCK = _formats.WEIGHT_BLOCK
@@ -75,7 +76,7 @@ def fake(
 
 def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
     g = torch.Generator(device="cpu").manual_seed(seed)
-    x, x_scale = _formats.quantize_fp8(torch.randn(num_tokens, shape.hidden, generator=g))
+    x, x_scale = quant_fp8(torch.randn(num_tokens, shape.hidden, generator=g))
     weight = torch.randn(shape.q_lora_rank, shape.hidden, generator=g).to(torch.float8_e4m3fn)
     blocks = (-(-shape.q_lora_rank // _BLOCK), -(-shape.hidden // _BLOCK))
     weight_scale = torch.exp2(torch.randint(-8, -3, blocks, generator=g).float())

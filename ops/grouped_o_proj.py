@@ -27,7 +27,8 @@ def _alloc(o: torch.Tensor, rope_table: torch.Tensor, positions: torch.Tensor, w
         )
     if weight.dim() != 3 or weight.dtype not in _DTYPES:
         raise ValueError(
-            f"grouped_o_proj weight must be a float32 or bfloat16 [groups, rank, in], got {weight.dim()}-D {weight.dtype}"
+            f"grouped_o_proj weight must be a float32 or bfloat16 [groups, rank, in], got {weight.dim()}-D "
+            f"{weight.dtype}"
         )
     if positions.dim() != 1 or positions.dtype != torch.int64:
         raise ValueError(f"grouped_o_proj positions must be 1-D int64, got {positions.dim()}-D {positions.dtype}")
