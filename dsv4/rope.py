@@ -33,7 +33,7 @@ def frequencies(config: ModelConfig, ratio: int) -> torch.Tensor:
     if not ratio:
         return plain
     low, high = yarn_range(config)
-    width = high - low if high != low else 0.001
+    width = max(high - low, 0.001)  # bounds that meet make a step
     divided = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     kept = 1 - divided
     return plain / config.rope_scaling.factor * (1 - kept) + plain * kept

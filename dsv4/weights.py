@@ -7,8 +7,8 @@ Keys follow the checkpoint (``layers.3.attn.wq_a.weight``); what differs:
 | every FP8 matrix | its ``.weight``, ``.scale`` | e4m3 ``[N, K]``, fp32 ``[ceil(N/128), ceil(K/128)]`` | dense, empty |
 | ``attn.wo_a.weight`` (no scale) | ``wo_a`` dequantised | bf16 ``[groups, rank, K]`` | dense |
 | ``ffn.shared_experts.w13`` | rows of w1, then w3 | as an FP8 matrix, scale rows ``2 * ceil(I/128)`` | dense, empty |
-| FP4 ``ffn.experts.w13``, ``.w2`` | stacked; w1, then w3 | uint8 ``[E, N, K/2]``, E8M0 ``[E, N, K/32]`` | dense, empty |
-| FP8 ``ffn.experts.w13``, ``.w2`` | stacked; w1, then w3 | as the shared expert, with leading E | dense, empty |
+| FP4 ``ffn.experts.w13``, ``.w2`` | stacked w1, w3 | uint8 ``[E, N, K/2]``, E8M0 ``[E, N, K/32]`` | dense, empty |
+| FP8 ``ffn.experts.w13``, ``.w2`` | stacked w1, w3 | as the shared expert, with leading E | dense, empty |
 | ``compressor.wkv_gate`` | rows of wkv, then wgate | fp32 | fp32 |
 | ``embed.weight``, ``indexer.weights_proj.weight`` | | bf16 | ``dtype`` |
 | ``ffn.gate.tid2eid`` | checked int64 | int32 | int32 |
