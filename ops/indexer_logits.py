@@ -1,0 +1,134 @@
+"""Scores of the sparse-attention indexer: how much every cached entry matters to every row.
+
+Shapes: q ``[T, Hi, di]`` fp32, bf16 or e4m3; weights ``[T, Hi]`` fp32; cache: indexer vectors (dense
+``[pages, page_rows, di]`` or FP8 bytes); positions ``[T]`` int64; row_requests ``[T]`` int32; block_tables ``[R, B]``
+int32. Returns scores ``[T, B * page_rows]`` in ``dtype`` (fp32 or bf16).
+Entry w is visible to a row at position p if ``w < (p + 1) // ratio``. Its score is ``sum_h relu(q_h . k_w) *
+weight_h``; entries that are not visible, entries of absent blocks and all entries of pad rows score −inf.
+Numerics: ``float32``: fp32 throughout. ``bfloat16`` (the official code): the dot product, the head weight and their
+product are each rounded to bf16; the sum over heads is fp32 and rounds once.
+``deterministic``: every row is scored alone, by products of one fixed shape.
+Memory: temporaries stay under ``TEMPORARY_BYTES`` (beyond one row times ``ENTRY_TILE`` entries, which must fit).
+Errors: ``ValueError`` for other dtypes or shapes.
+Source: indexer of the official inference code.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from . import _paged
+from ._example_rows import example_rows
+from ._registry import Arguments, register
+from .shapes import BLOCK_TOKENS, Shape
+
+TEMPORARY_BYTES = 64 << 20
+ENTRY_TILE = 2048  # entries scored at a time
+ROW_TILE = 128  # the same when every row is scored alone: one fixed product shape
+_BYTES_PER_PRODUCT = 12  # dot product, ReLU and weighted copies of one (row, head, entry)
+_DTYPES = (torch.float32, torch.bfloat16)
+_RATIO = 4  # of the layers that have an indexer
+
+
+def _alloc(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    ratio: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    if dtype not in _DTYPES:
+        raise ValueError(f"indexer_logits dtype must be float32 or bfloat16, got {dtype}")
+    if q.dtype not in (*_DTYPES, torch.float8_e4m3fn):
+        raise ValueError(f"indexer_logits q must be float32, bfloat16 or float8_e4m3fn, got {q.dtype}")
+    if weights.dtype != torch.float32 or weights.shape[1:] != q.shape[1:2]:
+        got = f"{weights.dtype} {list(weights.shape[1:])}"
+        raise ValueError(f"indexer_logits weights must be float32 with {q.shape[1]} heads, got {got}")
+    if ratio < 1:
+        raise ValueError(f"indexer_logits ratio must be at least 1, got {ratio}")
+    if cache.dtype != torch.uint8 and cache.shape[2] != q.shape[2]:
+        raise ValueError(f"indexer_logits cache must have dimension {q.shape[2]}, got {cache.shape[2]}")
+    num_entries = block_tables.shape[1] * _paged.page_rows(cache, q.shape[2])
+    return q.new_empty((q.shape[0], num_entries), dtype=dtype)
+
+
+def reference(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    positions: torch.Tensor,
+    row_requests: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    ratio: int,
+    dtype: torch.dtype,
+    deterministic: bool,
+) -> torch.Tensor:
+    """Score every cached entry for every row; −inf where there is nothing to see."""
+    scores = _alloc(q, weights, cache, block_tables, ratio, dtype).fill_(-torch.inf)
+    visible = torch.div(positions + 1, ratio, rounding_mode="floor").clamp(0, scores.shape[1])
+    tile = ROW_TILE if deterministic else ENTRY_TILE
+    rows_per_pass = max(1, TEMPORARY_BYTES // (_BYTES_PER_PRODUCT * q.shape[1] * tile))
+    for rows in _groups(row_requests, deterministic):
+        request = row_requests[rows[0]]
+        for first in range(0, int(visible[rows].max()), tile):
+            entries = torch.arange(first, first + tile)
+            slots = _paged.slots(block_tables, request, entries, _paged.page_rows(cache, q.shape[2]))
+            keys = _paged.read(cache, slots, q.shape[2]).float()
+            for part in rows.split(rows_per_pass):
+                value = _scores(q[part], weights[part], keys, dtype)
+                value.masked_fill_((entries >= visible[part].unsqueeze(1)) | (slots < 0), -torch.inf)
+                scores[part, first : first + tile] = value[:, : scores.shape[1] - first]
+    return scores
+
+
+def _groups(row_requests: torch.Tensor, deterministic: bool) -> Iterator[torch.Tensor]:
+    """Row numbers that are scored together: the rows of one request, or each row by itself. Pads are left out."""
+    if deterministic:
+        yield from (row_requests >= 0).nonzero()
+    else:
+        for request in row_requests.unique().tolist():
+            if request >= 0:
+                yield (row_requests == request).nonzero().squeeze(1)
+
+
+def _scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scores ``[rows, entries]`` in ``dtype`` of q ``[rows, Hi, di]`` against keys ``[entries, di]``."""
+    dots = (q.float().flatten(0, 1) @ keys.t()).view(*q.shape[:2], -1).to(dtype)
+    return (dots.relu_() * weights.to(dtype).unsqueeze(-1)).sum(dim=1, dtype=torch.float32).to(dtype)
+
+
+def fake(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    positions: torch.Tensor,
+    row_requests: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    ratio: int,
+    dtype: torch.dtype,
+    deterministic: bool,
+) -> torch.Tensor:
+    return _alloc(q, weights, cache, block_tables, ratio, dtype)
+
+
+def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
+    rows = example_rows(shape, num_tokens=num_tokens, device=device, seed=seed)
+    g = torch.Generator(device="cpu").manual_seed(seed)
+    q = torch.randn(num_tokens, shape.index_heads, shape.index_dim, generator=g).to(device, dtype)
+    weights = torch.randn(num_tokens, shape.index_heads, generator=g).to(device)
+    cache = torch.randn(rows.num_blocks, BLOCK_TOKENS // _RATIO, shape.index_dim, generator=g).to(device, dtype)
+    args = (q, weights, cache, rows.positions, rows.row_requests, rows.block_tables)
+    return args, {"ratio": _RATIO, "dtype": dtype, "deterministic": False}
+
+
+indexer_logits = register(
+    "indexer_logits",
+    "(Tensor q, Tensor weights, Tensor cache, Tensor positions, Tensor row_requests, Tensor block_tables, *, int ratio,"
+    " ScalarType dtype, bool deterministic) -> Tensor",
+    reference=reference,
+    fake=fake,
+    example=example,
+)
