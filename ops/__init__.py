@@ -10,8 +10,13 @@ from .compressor_update import compressor_update  # noqa: E402
 from .embed_streams import embed_streams  # noqa: E402
 from .fp8_linear import fp8_linear  # noqa: E402
 from .grouped_o_proj import grouped_o_proj  # noqa: E402
+from .indexer_logits import indexer_logits  # noqa: E402
+from .indexer_query import indexer_query  # noqa: E402
+from .indexer_topk import indexer_topk  # noqa: E402
 from .linear import linear  # noqa: E402
+from .lse_merge import lse_merge  # noqa: E402
 from .qkv_rope_cache import qkv_rope_cache  # noqa: E402
 from .quant_fp4 import quant_fp4  # noqa: E402
 from .quant_fp8 import quant_fp8  # noqa: E402
 from .rms_norm import rms_norm  # noqa: E402
+from .sparse_attention import sparse_attention  # noqa: E402
