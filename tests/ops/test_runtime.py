@@ -1,0 +1,103 @@
+import threading
+
+import pytest
+import torch
+
+from dsv4 import ops
+from dsv4.ops import _runtime
+from dsv4.ops.shapes import tiny
+
+from . import contract
+
+
+class Ranks:
+    """A group as ops see it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.fixture
+def pair():
+    _runtime.register_group("pair", Ranks(2))
+    yield "pair"
+    _runtime.unregister_group("pair")
+
+
+def test_group_sizes(pair):
+    assert _runtime.group_size("") == 1
+    assert _runtime.group_size(pair) == 2
+
+
+def test_unregistered_name_is_an_error(pair):
+    with pytest.raises(ValueError, match=r"group must be '' or one of \['pair'\], got 'self'"):
+        _runtime.group_size("self")
+    with pytest.raises(ValueError, match="got 'self'"):
+        _runtime.unregister_group("self")
+
+
+def test_names_are_used_once(pair):
+    with pytest.raises(ValueError, match="group name must be unused, got 'pair'"):
+        _runtime.register_group(pair, Ranks(4))
+    with pytest.raises(ValueError, match="group name must not be empty"):
+        _runtime.register_group("", Ranks(1))
+    assert _runtime.group_size(pair) == 2
+    _runtime.unregister_group(pair)
+    _runtime.register_group(pair, Ranks(4))
+    assert _runtime.group_size(pair) == 4
+
+
+@pytest.mark.parametrize("name", ["ep_dispatch", "ep_combine", "pcp_moe_shard"])
+def test_ops_refuse_several_ranks(name, pair):
+    spec = ops.spec(name)
+    args, kwargs = contract.example(spec, tiny, 3, torch.float32)
+    with pytest.raises(NotImplementedError, match=f"dsv4::{name} needs a group of one rank, got 'pair' of 2 ranks"):
+        spec.overload(*args, **(kwargs | {"group": pair}))
+
+
+@pytest.mark.parametrize("name", ["ep_dispatch", "ep_combine", "pcp_moe_shard"])
+def test_a_registered_group_of_one_is_this_rank(name):
+    _runtime.register_group("one", Ranks(1))
+    try:
+        spec = ops.spec(name)
+        args, kwargs = contract.example(spec, tiny, 3, torch.float32)
+        alone = contract.run(spec, args, kwargs)
+        named = contract.run(spec, args, kwargs | {"group": "one"})
+    finally:
+        _runtime.unregister_group("one")
+    assert all(torch.equal(a, b) for a, b in zip(alone, named, strict=True))
+
+
+def test_warm_keys():
+    before = _runtime.warm_keys()
+    key = ("test_warm_keys", 64, "bf16")
+    assert not _runtime.is_warm(key) and key not in before
+    _runtime.mark_warm(key)
+    _runtime.mark_warm(key)
+    assert _runtime.is_warm(key) and not _runtime.is_warm((*key, 1))
+    assert _runtime.warm_keys() - before == {key}
+    assert key not in before  # a snapshot does not change afterwards
+
+
+def test_warm_keys_from_threads():
+    """Keys are neither lost nor late in a snapshot while other threads add theirs."""
+    failures = []
+
+    def work(thread: int) -> None:
+        try:
+            for i in range(300):
+                _runtime.mark_warm(("test_threads", thread, i))
+                assert ("test_threads", thread, i) in _runtime.warm_keys()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(t,)) for t in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len([key for key in _runtime.warm_keys() if key[0] == "test_threads"]) == 1200
