@@ -15,8 +15,15 @@ from .indexer_query import indexer_query  # noqa: E402
 from .indexer_topk import indexer_topk  # noqa: E402
 from .linear import linear  # noqa: E402
 from .lse_merge import lse_merge  # noqa: E402
+from .mhc_head import mhc_head  # noqa: E402
+from .mhc_post import mhc_post  # noqa: E402
+from .mhc_post_pre import mhc_post_pre  # noqa: E402
+from .mhc_pre import mhc_pre  # noqa: E402
 from .qkv_rope_cache import qkv_rope_cache  # noqa: E402
 from .quant_fp4 import quant_fp4  # noqa: E402
 from .quant_fp8 import quant_fp8  # noqa: E402
+from .record_expert_load import record_expert_load  # noqa: E402
 from .rms_norm import rms_norm  # noqa: E402
+from .route_hash import route_hash  # noqa: E402
+from .route_topk import route_topk  # noqa: E402
 from .sparse_attention import sparse_attention  # noqa: E402

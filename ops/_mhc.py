@@ -1,0 +1,178 @@
+"""Maths of manifold-constrained hyper-connections (mHC), shared by the mhc_* ops.
+
+A row carries M residual streams of width D. Before a sublayer the streams collapse to one vector with M weights;
+after it they are mixed by an M x M matrix that Sinkhorn rounds make nearly doubly stochastic, and the sublayer output
+is added to each with its own weight.
+
+Sums over streams are written out as additions, and the sigmoid through ``exp``: torch's vectorised kernels round
+``sigmoid`` differently in the tail of a loop, so the last row of a small batch would see its neighbours.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+
+from . import _rows
+
+ACT_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def check_tensor(op: str, name: str, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Refuse a parameter of another shape or dtype."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{op} {name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{op} {name} must have dtype {dtype}, got {tensor.dtype}")
+
+
+def check_rows(op: str, name: str, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Refuse a per-token tensor whose dimensions after the first, or whose dtype, are others."""
+    if tensor.dim() != len(shape) + 1 or tuple(tensor.shape[1:]) != tuple(shape):
+        expected = ", ".join(["T", *map(str, shape)])
+        raise ValueError(f"{op} {name} must have shape [{expected}], got {list(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{op} {name} must have dtype {dtype}, got {tensor.dtype}")
+
+
+def check_streams(op: str, streams: torch.Tensor) -> tuple[int, int]:
+    """Number of streams and width of ``streams [T, M, D]``."""
+    if streams.dim() != 3:
+        raise ValueError(f"{op} streams must have 3 dimensions, got {streams.dim()}")
+    if streams.dtype not in ACT_DTYPES:
+        raise ValueError(f"{op} streams must have dtype float32 or bfloat16, got {streams.dtype}")
+    return streams.shape[1], streams.shape[2]
+
+
+def check_norm_weight(op: str, norm_weight: torch.Tensor, hidden: int) -> None:
+    if norm_weight.dim() != 1 or norm_weight.shape[0] != hidden:
+        raise ValueError(f"{op} norm_weight must have shape {[hidden]}, got {list(norm_weight.shape)}")
+
+
+def alloc_pre(
+    op: str,
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    sinkhorn_iters: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Check the arguments of a collapse before a sublayer and allocate ``(x, post, comb)``."""
+    num_streams, hidden = check_streams(op, streams)
+    outputs = (2 + num_streams) * num_streams
+    check_tensor(op, "fn", fn, (outputs, num_streams * hidden), torch.float32)
+    check_tensor(op, "scale", scale, (3,), torch.float32)
+    check_tensor(op, "base", base, (outputs,), torch.float32)
+    check_norm_weight(op, norm_weight, hidden)
+    if sinkhorn_iters < 1:
+        raise ValueError(f"{op} sinkhorn_iters must be at least 1, got {sinkhorn_iters}")
+    num_tokens = streams.shape[0]
+    return (
+        streams.new_empty(num_tokens, hidden),
+        streams.new_empty(num_tokens, num_streams, dtype=torch.float32),
+        streams.new_empty(num_tokens, num_streams, num_streams, dtype=torch.float32),
+    )
+
+
+def alloc_post(
+    op: str, y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+) -> torch.Tensor:
+    """Check the arguments of the mixing after a sublayer and allocate the new streams."""
+    num_streams, hidden = check_streams(op, streams)
+    check_rows(op, "y", y, (hidden,), streams.dtype)
+    check_rows(op, "post", post, (num_streams,), torch.float32)
+    check_rows(op, "comb", comb, (num_streams, num_streams), torch.float32)
+    return torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
+
+
+def mixes(streams: torch.Tensor, fn: torch.Tensor, eps: float, *, deterministic: bool) -> torch.Tensor:
+    """``fn @ flat / rms(flat)`` of every row, flat being its M*D stream values: ``[T, fn rows]`` fp32."""
+    flat = streams.float().flatten(1).contiguous()
+    rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+    return _rows.product(flat, fn, deterministic=deterministic) * rms
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def sum_over(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sum over a short dimension in index order, kept as size 1."""
+    return reduce(torch.add, x.split(1, dim))
+
+
+def sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
+    """Row softmax, then ``iters`` column and ``iters - 1`` row normalisations, ending on columns: ``[T, M, M]``."""
+    comb = torch.exp(logits - logits.amax(-1, keepdim=True))
+    comb = comb / sum_over(comb, -1) + eps
+    comb = comb / (sum_over(comb, -2) + eps)
+    for _ in range(iters - 1):
+        comb = comb / (sum_over(comb, -1) + eps)
+        comb = comb / (sum_over(comb, -2) + eps)
+    return comb
+
+
+def pre_weights(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    *,
+    eps: float,
+    hc_eps: float,
+    sinkhorn_iters: int,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Collapse weights ``[T, M]``, output weights ``[T, M]`` and mixing matrix ``[T, M, M]``, fp32.
+
+    ``fn`` rows are M for the collapse, M for the output and M*M for the matrix (row-major), each third with its scale.
+    """
+    num_streams = streams.shape[1]
+    sizes = (num_streams, num_streams, num_streams * num_streams)
+    parts = mixes(streams, fn, eps, deterministic=deterministic).split(sizes, -1)
+    pre, post, comb = (m * s + b for m, s, b in zip(parts, scale, base.split(sizes)))
+    comb = comb.unflatten(-1, (num_streams, num_streams))
+    return sigmoid(pre) + hc_eps, 2.0 * sigmoid(post), sinkhorn(comb, sinkhorn_iters, hc_eps)
+
+
+def collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``sum_j weights[:, j] * streams[:, j]`` in fp32, rounded to the stream dtype: ``[T, D]``."""
+    return sum_over(streams.float() * weights.unsqueeze(-1), 1).squeeze(1).to(streams.dtype)
+
+
+def pre(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    *,
+    eps: float,
+    hc_eps: float,
+    sinkhorn_iters: int,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(x, post, comb)`` before a sublayer; x is rounded once after the collapse and once after the norm."""
+    weights, post_weights, comb = pre_weights(
+        streams, fn, scale, base, eps=eps, hc_eps=hc_eps, sinkhorn_iters=sinkhorn_iters, deterministic=deterministic
+    )
+    return _rows.rms_normalize(collapse(streams, weights), norm_weight, eps), post_weights, comb
+
+
+def post(y: torch.Tensor, streams: torch.Tensor, post_weights: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+    """``new[k] = post[k] * y + sum_j comb[j, k] * streams[j]`` in fp32, rounded once to the stream dtype."""
+    added = post_weights.unsqueeze(-1) * y.float().unsqueeze(1)
+    value = streams.float()
+    terms = (comb[:, j].unsqueeze(-1) * value[:, j].unsqueeze(1) for j in range(streams.shape[1]))
+    return (added + reduce(torch.add, terms)).to(streams.dtype)
+
+
+def example_parameters(
+    num_streams: int, hidden: int, outputs: int, num_scales: int, g: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random ``(fn, scale, base, norm_weight)`` whose gates neither saturate nor vanish."""
+    width = num_streams * hidden
+    fn = torch.randn(outputs, width, generator=g) * width**-0.5
+    scale = 0.5 + torch.rand(num_scales, generator=g)
+    return fn, scale, torch.randn(outputs, generator=g), torch.randn(hidden, generator=g)

@@ -1,0 +1,69 @@
+"""Expert choice by token id: row ``token_ids`` of a fixed table, weighted by score.
+
+Shapes: logits ``[T, E]`` fp32; table ``[V, K]`` int32 or int64 with entries in [0, E); token_ids ``[T]`` int32 or
+int64; num_valid ``[1]`` int32. Returns ids ``[T, K]`` int32 in table order, and weights ``[T, K]`` fp32. Rows from
+num_valid on, and rows whose token id lies outside [0, V), give ids −1 and weights 0.
+Numerics: fp32. Weights are ``sqrt(softplus(logits))`` at the ids, divided by their sum, times ``scale``; if that sum
+is exactly 0, the weights are 0. No bias. Bitwise independent of the other rows.
+Errors: ``ValueError`` for wrong shapes or dtypes; a table entry outside [0, E) is an index error.
+Source: Gate of the hash-routed layers of the official inference code.
+"""
+
+import torch
+
+from . import _routing
+from ._registry import Arguments, register
+from .shapes import Shape
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def _alloc(
+    logits: torch.Tensor, table: torch.Tensor, token_ids: torch.Tensor, num_valid: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _routing.check_logits("route_hash", logits)
+    for name, tensor, dim in (("table", table, 2), ("token_ids", token_ids, 1)):
+        if tensor.dim() != dim or tensor.dtype not in INDEX_DTYPES:
+            got = f"{tensor.dim()} dimensions, {tensor.dtype}"
+            raise ValueError(f"route_hash {name} must have {dim} dimensions, int32 or int64, got {got}")
+    if table.shape[0] < 1 or table.shape[1] < 1:
+        raise ValueError(f"route_hash table must have at least one entry, got shape {list(table.shape)}")
+    _routing.check_counter("route_hash", "num_valid", num_valid)
+    return _routing.alloc(logits, table.shape[1])
+
+
+def reference(
+    logits: torch.Tensor, table: torch.Tensor, token_ids: torch.Tensor, num_valid: torch.Tensor, *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Look the experts of every row up by its token id, weighted by their scores."""
+    ids, weights = _alloc(logits, table, token_ids, num_valid)
+    vocab = table.shape[0]
+    valid = _routing.in_step(logits, num_valid) & (token_ids >= 0) & (token_ids < vocab)
+    experts = table[token_ids.clamp(0, vocab - 1)].long()
+    chosen, chosen_weights = _routing.finish(_routing.scores(logits), experts, valid, scale)
+    return ids.copy_(chosen), weights.copy_(chosen_weights)
+
+
+def fake(
+    logits: torch.Tensor, table: torch.Tensor, token_ids: torch.Tensor, num_valid: torch.Tensor, *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _alloc(logits, table, token_ids, num_valid)
+
+
+def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
+    g = torch.Generator(device="cpu").manual_seed(seed)
+    logits = 2 * torch.randn(num_tokens, shape.num_experts, generator=g)
+    table = torch.rand(shape.vocab, shape.num_experts, generator=g).argsort(1)[:, : shape.experts_per_token]
+    token_ids = torch.randint(-1, shape.vocab, (num_tokens,), generator=g)
+    num_valid = torch.tensor([num_tokens - num_tokens // 3], dtype=torch.int32)
+    arguments = (logits, table.contiguous(), token_ids, num_valid)
+    return tuple(a.to(device) for a in arguments), {"scale": shape.route_scale}
+
+
+route_hash = register(
+    "route_hash",
+    "(Tensor logits, Tensor table, Tensor token_ids, Tensor num_valid, *, float scale) -> (Tensor ids, Tensor weights)",
+    reference=reference,
+    fake=fake,
+    example=example,
+)
