@@ -26,6 +26,13 @@ def test_all_finite_e4m3_codes_are_fixed_points():
     np.testing.assert_array_equal(nf.as_numpy(got)[:, :127], codes.reshape(2, 127))
 
 
+def test_all_fp4_codes_are_fixed_points():
+    x = torch.tensor(nf.e2m1_table().repeat(2), dtype=torch.float32).view(1, 32)  # holds ±6, so the scale is 1
+    codes, scale = _formats.quantize_fp4(x)
+    assert torch.equal(scale, torch.ones(1, 1))
+    assert codes.flatten().tolist() == [c for c in range(16) for _ in range(2)]  # −0 keeps its sign
+
+
 @pytest.mark.parametrize("kind", ["fp8", "fp4"])
 def test_ties_to_even_and_both_neighbours(kind):
     positive = nf.e4m3_table()[:127] if kind == "fp8" else nf.e2m1_table()[:8]
