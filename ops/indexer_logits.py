@@ -72,14 +72,15 @@ def reference(
     rows_per_pass = max(1, TEMPORARY_BYTES // (_BYTES_PER_PRODUCT * q.shape[1] * tile))
     for rows in _groups(row_requests, deterministic):
         request = row_requests[rows[0]]
-        for first in range(0, int(visible[rows].max()), tile):
-            entries = torch.arange(first, first + tile)
+        reach = int(visible[rows].max())
+        for first in range(0, reach, tile):
+            entries = torch.arange(first, first + tile if deterministic else min(first + tile, reach))
             slots = _paged.slots(block_tables, request, entries, _paged.page_rows(cache, q.shape[2]))
             keys = _paged.read(cache, slots, q.shape[2]).float()
             for part in rows.split(rows_per_pass):
                 value = _scores(q[part], weights[part], keys, dtype)
                 value.masked_fill_((entries >= visible[part].unsqueeze(1)) | (slots < 0), -torch.inf)
-                scores[part, first : first + tile] = value[:, : scores.shape[1] - first]
+                scores[part, first : first + value.shape[1]] = value[:, : scores.shape[1] - first]
     return scores
 
 

@@ -10,23 +10,27 @@ Keys of a row at position p, in this order: positions ``max(0, p - window + 1) �
 Numerics: online softmax over blocks of 64 list places: fp32 scores ``q . k * scale``, running maximum, probabilities
 relative to it rounded to q's dtype before they meet the values, fp32 sums. The sink then joins the denominator only.
 lse is the natural log-sum-exp over the keys, without the sink. A row without keys gets out 0 and lse −inf.
-Masked places contribute exactly nothing. ``deterministic``: every row is computed alone, up to its own last block.
+Masked places contribute exactly nothing. ``deterministic``: every row is computed alone, up to its own last block;
+otherwise neighbouring rows of a request share the keys they read (``ops/_attention_tiles.py``).
 Memory: temporaries stay under ``TEMPORARY_BYTES`` (beyond one row, which must fit).
 Errors: ``ValueError`` for other dtypes, shapes or values of ``entries``.
 Source: sparse attention of the official inference code; online softmax: Milakov and Gimelshein, 2018.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from . import _paged
+from ._attention_tiles import KEY_BLOCK, attend_tile, tile_places
 from ._example_rows import example_rows
 from ._registry import Arguments, register
 from .indexer_topk import reference as pick_entries
 from .shapes import BLOCK_TOKENS, WINDOW_PAGE_TOKENS, Shape
 
-KEY_BLOCK = 64
+TILE_ROWS = 64
+SHARED_READ_LIMIT = 8  # a tile reads all visible entries while they are at most this many times the picks
 TEMPORARY_BYTES = 16 << 20
 _BYTES_PER_KEY_VALUE = 16  # gathered, masked, fp32 and transposed copies of one cache element
 _BYTES_PER_PLACE = 64  # index, page and slot of one place of a key list
@@ -117,24 +121,61 @@ def reference(
     """Attend to the window and the chosen entries; write ``out`` and ``lse``."""
     _check(q, window_cache, entry_cache, picks, sink, out, lse, window, ratio, entries)
     dim = q.shape[2]
-    window_page, entry_page = _paged.page_rows(window_cache, dim), _paged.page_rows(entry_cache, dim)
-    num_entries = block_tables.shape[1] * entry_page
+    num_entries = block_tables.shape[1] * _paged.page_rows(entry_cache, dim)
     visible = torch.zeros_like(positions)
     if entries != "none":
         visible = torch.div(positions + 1, ratio, rounding_mode="floor").clamp(0, num_entries)
-    places = window + {"none": 0, "all": num_entries, "picked": picks.shape[1]}[entries]
-    row_bytes = KEY_BLOCK * dim * _BYTES_PER_KEY_VALUE + places * _BYTES_PER_PLACE
-    step = 1 if deterministic else max(1, TEMPORARY_BYTES // row_bytes)
-    for first in range(0, q.shape[0], step):
-        rows = slice(first, first + step)
+    out.zero_()
+    lse.fill_(-torch.inf)
+    for rows, shared in _row_groups(row_requests, visible, picks.shape[1], dim, entries, window, deterministic):
         requests = row_requests[rows].unsqueeze(1)
-        wanted = _entry_index(picks[rows], visible[rows], entries)
-        wanted = torch.nn.functional.pad(wanted, (0, -(window + wanted.shape[1]) % KEY_BLOCK), value=-1)
-        keys = _KeyList(
-            _paged.slots(window_tables, requests, _window_index(positions[rows], window), window_page),
-            _paged.slots(block_tables, requests, wanted, entry_page),
-        )
-        out[rows], lse[rows] = _attend(q[rows], keys, window_cache, entry_cache, sink, scale)
+        chosen = picks[rows] if entries == "picked" else None
+
+        def window_slots(index: torch.Tensor, requests: torch.Tensor = requests) -> torch.Tensor:
+            return _paged.slots(window_tables, requests, index, _paged.page_rows(window_cache, dim))
+
+        def entry_slots(index: torch.Tensor, requests: torch.Tensor = requests) -> torch.Tensor:
+            return _paged.slots(block_tables, requests, index, _paged.page_rows(entry_cache, dim))
+
+        if shared:
+            places = tile_places(positions[rows], chosen, visible[rows], window)
+            slots = window_slots(places.window_index[None], requests[:1]), entry_slots(places.entry_index[None], requests[:1])
+            keys = places.read(*slots, window_cache, entry_cache, dim)
+            out[rows], lse[rows] = attend_tile(q[rows], keys, sink, scale)
+        else:
+            wanted = _entry_index(chosen, visible[rows])
+            wanted = torch.nn.functional.pad(wanted, (0, -(window + wanted.shape[1]) % KEY_BLOCK), value=-1)
+            key_list = _KeyList(window_slots(_window_index(positions[rows], window)), entry_slots(wanted))
+            out[rows], lse[rows] = _attend(q[rows], key_list, window_cache, entry_cache, sink, scale)
+
+
+def _row_groups(
+    row_requests: torch.Tensor,
+    visible: torch.Tensor,
+    num_picks: int,
+    dim: int,
+    entries: str,
+    window: int,
+    deterministic: bool,
+) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Row numbers that are computed together, and whether they share their keys; pads are left out.
+
+    Each row by itself (``deterministic``); tiles of one request's rows that share their keys; or, where sharing would
+    read far more entries than the rows picked, batches of rows that each gather their own.
+    """
+    if deterministic:
+        yield from ((row, False) for row in (row_requests >= 0).nonzero())
+        return
+    gather_bytes = KEY_BLOCK * dim * _BYTES_PER_KEY_VALUE + (window + num_picks) * _BYTES_PER_PLACE
+    gather_rows = max(1, TEMPORARY_BYTES // gather_bytes)
+    for request in row_requests.unique().tolist():
+        if request < 0:
+            continue
+        for tile in (row_requests == request).nonzero().squeeze(1).split(TILE_ROWS):
+            if entries != "picked" or int(visible[tile].max()) <= SHARED_READ_LIMIT * num_picks:
+                yield tile, True
+            else:
+                yield from ((rows, False) for rows in tile.split(gather_rows))
 
 
 def _window_index(positions: torch.Tensor, window: int) -> torch.Tensor:
@@ -144,13 +185,13 @@ def _window_index(positions: torch.Tensor, window: int) -> torch.Tensor:
     return torch.where(index <= positions, index, -1)
 
 
-def _entry_index(picks: torch.Tensor, visible: torch.Tensor, entries: str) -> torch.Tensor:
-    """Entry numbers ``[rows, width]`` of each row's list; −1 = none."""
+def _entry_index(chosen: torch.Tensor | None, visible: torch.Tensor) -> torch.Tensor:
+    """Entry numbers ``[rows, width]`` of each row's list, −1 = none: its picks, or all that are visible."""
     visible = visible.unsqueeze(1)
-    if entries == "picked":
-        index = picks.long()
+    if chosen is not None:
+        index = chosen.long()
     else:
-        index = torch.arange(int(visible.max())).expand(visible.shape[0], -1)
+        index = torch.arange(int(visible.max()), device=visible.device).expand(visible.shape[0], -1)
     return torch.where((index >= 0) & (index < visible), index, -1)
 
 
