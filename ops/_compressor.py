@@ -31,12 +31,14 @@ class StepRows:
     state_slots: torch.Tensor
 
 
-def check_pool(op: str, kv_score: torch.Tensor, ape: torch.Tensor, state: torch.Tensor, ratio: int, overlap: bool) -> int:
+def check_pool(
+    op: str, kv_score: torch.Tensor, ape: torch.Tensor, state: torch.Tensor, ratio: int, overlap: bool
+) -> int:
     """Check shapes and dtypes of what is pooled; returns ``d``, the dimensions of an entry."""
     if ratio < 1:
         raise ValueError(f"{op} ratio must be positive, got {ratio}")
     if ape.dim() != 2 or ape.shape[0] != ratio or ape.shape[1] % (2 if overlap else 1):
-        raise ValueError(f"{op} ape must be [{ratio}, width] with an even width if windows overlap, got {list(ape.shape)}")
+        raise ValueError(f"{op} ape must be [{ratio}, width], width even if windows overlap, got {list(ape.shape)}")
     width = ape.shape[1]
     if kv_score.dim() != 2 or kv_score.shape[1] != 2 * width:
         raise ValueError(f"{op} kv_score must be [tokens, {2 * width}], got {list(kv_score.shape)}")
@@ -92,7 +94,8 @@ def pool_rows(
     age = torch.arange(ratio - 1, -1, -1, device=emit.device)
     if overlap:
         dim = width // 2
-        before, inside = _gather(rows, step, state, emit, age + ratio, 0, dim), _gather(rows, step, state, emit, age, dim, dim)
+        before = _gather(rows, step, state, emit, age + ratio, 0, dim)
+        inside = _gather(rows, step, state, emit, age, dim, dim)
         kv, score = (torch.cat(halves, dim=1) for halves in zip(before, inside, strict=True))
     else:
         kv, score = _gather(rows, step, state, emit, age, 0, width)
@@ -102,7 +105,9 @@ def pool_rows(
     return maximum, _tree_sum(weight), _tree_sum(weight * kv)
 
 
-def merge_partials(maxima: torch.Tensor, totals: torch.Tensor, weighted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_partials(
+    maxima: torch.Tensor, totals: torch.Tensor, weighted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Pooled vectors ``[E, d]`` of the partials ``[P, E, d]`` of P ranks, and which entries any rank had rows for."""
     rescale = torch.exp(maxima - _finite(maxima.amax(0))).transpose(0, 1)
     total = _tree_sum(totals.transpose(0, 1) * rescale)
@@ -140,7 +145,7 @@ def write_entries(
 def _gather(
     rows: torch.Tensor, step: StepRows, state: torch.Tensor, emit: torch.Tensor, age: torch.Tensor, start: int, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Channels ``start … start + dim - 1`` of values and scores ``[E, len(age), dim]``, ``age`` positions before ``emit``."""
+    """Values and scores ``[E, len(age), dim]``, ``age`` positions before ``emit``, from channel ``start`` on."""
     request = step.row_requests[emit].long()
     slot = step.state_slots[request].long().unsqueeze(1)
     position, row = step.positions[emit].unsqueeze(1) - age, emit.unsqueeze(1) - age

@@ -25,11 +25,12 @@ def fp8_page_bytes(page_rows: int, dim: int) -> int:
 
 
 def check(op: str, cache: torch.Tensor, dim: int) -> None:
-    """Raise unless ``cache`` can hold rows of ``dim``: ``[pages, rows, dim]`` fp32 or bf16, or uint8 ``[pages, bytes]``."""
+    """Raise unless ``cache`` stores rows of ``dim``: fp32 or bf16 ``[pages, rows, dim]``, uint8 ``[pages, bytes]``."""
     if cache.dtype == torch.uint8:
         if dim not in (HEAD_DIM, INDEX_DIM):
             raise ValueError(f"{op} rows of an FP8 cache must have {HEAD_DIM} or {INDEX_DIM} dimensions, got {dim}")
-        if cache.dim() != 2 or page_rows(cache, dim) < 1 or cache.shape[1] != fp8_page_bytes(page_rows(cache, dim), dim):
+        rows = page_rows(cache, dim) if cache.dim() == 2 else 0
+        if rows < 1 or cache.shape[1] != fp8_page_bytes(rows, dim):
             raise ValueError(f"{op} FP8 cache must be [pages, page bytes of whole rows], got {list(cache.shape)}")
     elif cache.dtype not in (torch.float32, torch.bfloat16):
         raise NotImplementedError(f"{op} cache must be float32, bfloat16 or uint8 (FP8), got {cache.dtype}")

@@ -82,7 +82,8 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
 compressor_partials = register(
     "compressor_partials",
     "(Tensor kv_score, Tensor ape, Tensor positions, Tensor row_requests, Tensor query_starts, Tensor seq_lens, "
-    "Tensor state_slots, Tensor(a!) state, *, int ratio, bool overlap) -> (Tensor maximum, Tensor total, Tensor weighted)",
+    "Tensor state_slots, Tensor(a!) state, *, int ratio, bool overlap) -> "
+    "(Tensor maximum, Tensor total, Tensor weighted)",
     reference=reference,
     fake=fake,
     example=example,

@@ -104,8 +104,8 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
 compressor_update = register(
     "compressor_update",
     "(Tensor kv_score, Tensor ape, Tensor norm_weight, Tensor rope_table, Tensor positions, Tensor row_requests, "
-    "Tensor query_starts, Tensor seq_lens, Tensor block_tables, Tensor state_slots, Tensor(a!) state, Tensor(b!) cache, "
-    "*, int ratio, bool overlap, float eps, str quantize) -> ()",
+    "Tensor query_starts, Tensor seq_lens, Tensor block_tables, Tensor state_slots, Tensor(a!) state, "
+    "Tensor(b!) cache, *, int ratio, bool overlap, float eps, str quantize) -> ()",
     reference=reference,
     fake=fake,
     example=example,

@@ -40,7 +40,9 @@ def _alloc(
     if kv.dim() != 2 or kv.shape[1] != head_dim or kv.dtype != q.dtype:
         raise ValueError(f"qkv_rope_cache kv must be [tokens, {head_dim}] {q.dtype}, got {list(kv.shape)} {kv.dtype}")
     if kv_norm_weight.shape != (head_dim,):
-        raise ValueError(f"qkv_rope_cache kv_norm_weight must have shape [{head_dim}], got {list(kv_norm_weight.shape)}")
+        raise ValueError(
+            f"qkv_rope_cache kv_norm_weight must have shape [{head_dim}], got {list(kv_norm_weight.shape)}"
+        )
     for name, tensor in (("positions", positions), ("window_slots", window_slots)):
         if tensor.dim() != 1 or tensor.dtype != torch.int64:
             raise ValueError(f"qkv_rope_cache {name} must be 1-D int64, got {tensor.dim()}-D {tensor.dtype}")

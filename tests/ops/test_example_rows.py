@@ -24,7 +24,8 @@ def test_metadata_is_consistent(num_tokens, pad):
         seen = torch.arange(max(0, position - shapes.tiny.window + 1), position + 1)
         assert (r.window_tables[request, seen // 128] >= 0).all()
         assert (r.block_tables[request, torch.arange(position + 1) // 256] >= 0).all()
-    for table, limit in ((r.block_tables, r.num_blocks), (r.window_tables, r.num_window_pages), (r.state_slots, r.num_slots)):
+    limits = ((r.block_tables, r.num_blocks), (r.window_tables, r.num_window_pages), (r.state_slots, r.num_slots))
+    for table, limit in limits:
         owned = table[table >= 0]
         assert owned.unique().numel() == owned.numel() and (owned < limit).all()
 
