@@ -405,6 +405,7 @@ class Engine:
             window=self.config.sliding_window,
             eos_token_id=self.config.eos_token_id,
             take_snapshot=self._take_snapshot if s.prefix_reuse else None,
+            copy_page=(lambda a, b: copy_window_page(caches, a, b)) if s.draft_tokens else None,
         )
 
     def _take_snapshot(self, request: Request, num_tokens: int) -> _Snapshot | None:

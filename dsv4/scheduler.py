@@ -19,6 +19,7 @@ from .blocks import BLOCK_TOKENS, PAGE_TOKENS, PagePool, PrefixCache, PrefixNode
 from .step_plan import PlanEntry, Request, StepPlan
 
 TakeSnapshot = Callable[[Request, int], object | None]
+CopyPage = Callable[[int, int], None]
 
 
 class Scheduler:
@@ -35,6 +36,9 @@ class Scheduler:
         take_snapshot: called as ``(request, num_tokens)`` when a block of 256 tokens ends at a committed position;
             returns what is needed to resume after ``num_tokens`` tokens, or None if that cannot be had. None instead
             of a function switches prefix reuse off. With it, chunks end on block boundaries where they can.
+        copy_page: called as ``(source, target)`` with physical window pages when a reused prefix needs a private copy
+            of its last page, because the row at the boundary will be written again (the MTP block's row depends on
+            the token after it). None shares the page.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Scheduler:
         window: int = PAGE_TOKENS,
         eos_token_id: int | None = None,
         take_snapshot: TakeSnapshot | None = None,
+        copy_page: CopyPage | None = None,
     ) -> None:
         _at_least("max_requests", max_requests, 1)
         _at_least("token_budget", token_budget, max_requests)
@@ -71,6 +76,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order of arrival, all older than those waiting
         self.waiting: deque[Request] = deque()
         self._take_snapshot = take_snapshot
+        self._copy_page = copy_page
         self._state_slots = PagePool(max_requests)
         self._entries: dict[str, PlanEntry] = {}  # planned and not yet committed
 
@@ -205,6 +211,8 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_requests and self._rows_left > 0:
             request = self.waiting[0]
             node = self.prefix.match(request.token_ids) if self._take_snapshot is not None else None
+            if self._copy_page is not None and not self.window_pages.num_free:
+                node = None  # no page for the private copy
             if node is not None:
                 self.prefix.acquire(node)
             needed = _blocks(request.num_tokens) - (node.depth if node else 0) + len(self.running)
@@ -226,10 +234,18 @@ class Scheduler:
         assert node.window_page is not None
         request.node, request.restore = node, node.snapshot
         request.block_ids = [self.blocks.share(member.block) for member in node.chain()]
-        request.window_page_ids = [-1] * (_pages(node.num_tokens) - 1) + [self.window_pages.share(node.window_page)]
+        request.window_page_ids = [-1] * (_pages(node.num_tokens) - 1) + [self._last_page(node.window_page)]
         request.num_computed = node.num_tokens
         if not request.num_preemptions:
             request.cached_tokens = node.num_tokens
+
+    def _last_page(self, page: int) -> int:
+        """A reused prefix's last window page: shared, or a private copy."""
+        if self._copy_page is None:
+            return self.window_pages.share(page)
+        private = self.window_pages.allocate(1)[0]
+        self._copy_page(page, private)
+        return private
 
     # ---- pages -------------------------------------------------------------------------------------------------------
 

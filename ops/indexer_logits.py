@@ -132,4 +132,5 @@ indexer_logits = register(
     reference=reference,
     fake=fake,
     example=example,
+    boundary=True,
 )

@@ -68,4 +68,5 @@ indexer_topk = register(
     reference=reference,
     fake=fake,
     example=example,
+    boundary=True,
 )
