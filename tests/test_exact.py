@@ -1,0 +1,109 @@
+"""Exact numerics in fp32 against the recorded values (Hugging Face and the official code agree with them to 2e-5)."""
+
+import pytest
+import torch
+
+from dsv4 import evaluate
+from dsv4.runner import Sequence
+
+LOGITS_ATOL = 5e-4
+LAYERS_ATOL = 2e-4
+
+
+def check_logits(got: torch.Tensor, want: torch.Tensor, atol: float = LOGITS_ATOL) -> None:
+    assert got.isfinite().all()
+    assert (got - want).abs().max().item() <= atol
+
+
+@pytest.mark.parametrize("index", range(16))
+def test_logits_in_one_go(make_runner, golden, index):
+    runner = make_runner()
+    got = evaluate.last_logits(runner, golden("prompts.json")[index])
+    check_logits(got, golden("exact_logits.safetensors")[f"logits_{index}"])
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64, 127, 128, 200])
+@pytest.mark.parametrize("index", [8, 12])  # 128 and 300 tokens
+def test_logits_in_chunks(make_runner, golden, index, chunk):
+    got = evaluate.last_logits(make_runner(), golden("prompts.json")[index], chunk=chunk)
+    check_logits(got, golden("exact_logits.safetensors")[f"logits_{index}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 3, 64, 127, 128, 200])
+@pytest.mark.parametrize("index", range(16))
+def test_logits_in_chunks_all(make_runner, golden, index, chunk):
+    got = evaluate.last_logits(make_runner(), golden("prompts.json")[index], chunk=chunk)
+    check_logits(got, golden("exact_logits.safetensors")[f"logits_{index}"])
+
+
+def test_packed_beside_other_requests(make_runner, golden):
+    """All prompts up to 300 tokens advance together, in chunks of different sizes; each ends at its own golden."""
+    prompts = [p for p in golden("prompts.json") if len(p) <= 300]
+    runner = make_runner(num_requests=len(prompts), max_blocks=2)
+    sequences = [Sequence(first_block=2 * i, first_page=4 * i, state_slot=i) for i in range(len(prompts))]
+    chunks = [(37 * i) % 61 + 1 for i in range(len(prompts))]
+    remaining = dict(enumerate(prompts))
+    while remaining:
+        segments, finished = [], []
+        for index, tokens in remaining.items():
+            part = tokens[sequences[index].length :][: chunks[index]]
+            segments.append(sequences[index].segment(part, (len(part) - 1,)))
+            if sequences[index].length == len(tokens):
+                finished.append((len(segments) - 1, index))
+        logits, _ = runner.run(segments, num_rows=sum(len(s.token_ids) for s in segments) + 3)
+        for row, index in finished:
+            check_logits(logits[row], golden("exact_logits.safetensors")[f"logits_{index}"])
+            del remaining[index]
+
+
+def test_decode_after_prefill(make_runner, golden):
+    """Token by token from a 120-token prefill across the ratio-128 boundary."""
+    tokens = golden("prompts.json")[11]  # 256 tokens
+    runner, sequence = make_runner(), Sequence()
+    runner.run([sequence.segment(tokens[:120])])
+    for token in tokens[120:]:
+        logits, _ = runner.run([sequence.segment([token], (0,))])
+    check_logits(logits[-1], golden("exact_logits.safetensors")["logits_11"])
+
+
+def test_nll_first_windows(make_runner, golden):
+    record = golden("exact_nll.json")
+    result = evaluate.score(make_runner(), record["tokens"][: 3 * 1024 + 3], window=1024)
+    assert len(result.nll_per_window) == 3
+    for got, want in zip(result.nll_per_window, record["nll_per_window"]):
+        assert abs(got - want) <= 1e-4
+
+
+@pytest.mark.slow
+def test_nll_all_windows(make_runner, golden):
+    record = golden("exact_nll.json")
+    result = evaluate.score(make_runner(), record["tokens"], window=1024, mtp=True)
+    assert len(result.nll_per_window) == record["windows"]
+    assert abs(result.nll - record["nll"]) <= 1e-4
+    assert abs(result.mtp_nll - record["mtp_nll"]) <= 1e-3
+
+
+def test_mtp_layers(make_runner, golden):
+    recorded = golden("layers_exact.safetensors")
+    runner, sequence = make_runner(), Sequence()
+    ids = recorded["p40.ids"].tolist()
+    _, streams = runner.run([sequence.segment(ids, (len(ids) - 1,))])
+    segment = sequence.segment(recorded["p40.mtp.next_ids"].tolist(), range(len(ids)), start=0)
+    logits, out = runner.run_draft([segment], streams)
+    check_logits(out, recorded["p40.mtp.out_streams"], LAYERS_ATOL)
+    check_logits(logits, recorded["p40.mtp.logits"])
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_greedy(make_runner, golden, index):
+    """Equal up to the first step whose recorded top-2 gap would be under 1e-3; no recorded prompt has one."""
+    record = golden("exact_greedy.json")[index]
+    assert record["min_top2_gap"] >= 1e-3
+    runner, sequence = make_runner(), Sequence()
+    prompt = record["prompt_ids"]
+    logits, _ = runner.run([sequence.segment(prompt, (len(prompt) - 1,))])
+    for want in record["continuation"]:
+        token = logits[-1].argmax().item()
+        assert token == want
+        logits, _ = runner.run([sequence.segment([token], (0,))])
