@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from dsv4.blocks import BLOCK_TOKENS, OutOfPages, PagePool, PrefixCache, PrefixNode
+from dsv4.blocks import BLOCK_TOKENS, PAGE_TOKENS, OutOfPages, PagePool, PrefixCache, PrefixNode
+from dsv4.ops import shapes
 
 
 def block_of(value: int) -> list[int]:
@@ -27,6 +28,10 @@ def grow(blocks, windows, cache, values, resumable) -> list[PrefixNode]:
         windows.free(page)
         nodes.append(parent)
     return nodes
+
+
+def test_page_sizes_are_those_of_the_ops():
+    assert (BLOCK_TOKENS, PAGE_TOKENS) == (shapes.BLOCK_TOKENS, shapes.WINDOW_PAGE_TOKENS)
 
 
 def test_pool_counts_owners():
@@ -123,6 +128,15 @@ def test_window_pages_can_be_reclaimed_from_a_held_chain():
     assert cache.reclaim_window_pages(5) == 2
     assert [node.resumable for node in nodes] == [True, False, False] and len(cache) == 3
     assert windows.num_free == 15
+
+
+def test_use_of_a_chain_counts_for_all_of_it():
+    blocks, windows, cache = new_cache()
+    chain = grow(blocks, windows, cache, [1, 2], [True, True])
+    (other,) = grow(blocks, windows, cache, [3], [True])
+    cache.release(cache.acquire(chain[1]))
+    assert cache.reclaim_window_pages(1) == 1
+    assert [node.resumable for node in (*chain, other)] == [True, True, False]
 
 
 def test_cache_errors():

@@ -1,6 +1,8 @@
 """The scheduler against a simulated engine: its caches record what every row wrote, its rows check what they read."""
 
 import random
+import subprocess
+import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -223,6 +225,10 @@ def test_every_request_finishes(load, max_requests, extra, chunk, num_blocks, nu
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
+def test_scheduling_needs_no_torch():
+    subprocess.run([sys.executable, "-c", "import sys, dsv4.scheduler; sys.exit('torch' in sys.modules)"], check=True)
+
+
 def test_decode_rows_come_first_and_chunks_fill_the_budget():
     engine = Engine(token_budget=40, chunk_tokens=30, prefix_reuse=False)
     first, second, third = (request_of(n, prompt_of(50, i), ignore_eos=True) for i, n in enumerate("abc"))
@@ -283,6 +289,28 @@ def test_pages_out_preempts_the_youngest():
     assert young.generated == expected_output(young.prompt_ids, young.params) and len(young.generated) == 300
 
 
+def test_a_request_waits_until_its_text_fits_beside_the_running_ones():
+    engine = Engine(num_blocks=4, max_requests=2, prefix_reuse=False, token_budget=600, chunk_tokens=600)
+    first, second = (request_of(name, prompt_of(500, ord(name)), max_new_tokens=8) for name in "ab")
+    engine.scheduler.add(first)
+    engine.scheduler.add(second)
+    engine.step()
+    assert second.state == "waiting"  # its 2 blocks and one more for the running request exceed the 2 free ones
+    engine.run()
+    assert second.num_preemptions == 0 and second.state == "finished"
+
+
+def test_own_blocks_found_after_preemption_are_not_reported_as_cached():
+    engine = Engine(num_blocks=4, max_requests=2, token_budget=600, chunk_tokens=600)
+    old = request_of("old", prompt_of(250, 1), max_new_tokens=400, ignore_eos=True)
+    young = request_of("young", prompt_of(400, 2), max_new_tokens=200, ignore_eos=True)
+    engine.scheduler.add(old)
+    engine.scheduler.add(young)
+    engine.run()
+    assert young.num_preemptions > 0 and young.cached_tokens == 0
+    assert any(entry.restore for plan in engine.plans for entry in plan.entries if entry.request is young)
+
+
 def test_a_preempted_request_goes_before_younger_ones():
     engine = Engine(num_blocks=3, max_requests=2, prefix_reuse=False, token_budget=300, chunk_tokens=256)
     for name in "abc":
@@ -333,6 +361,18 @@ def test_a_stop_among_accepted_drafts_ends_the_output():
     scheduler.commit(request, 7, 3)
     assert (request.generated, request.finish_reason) == ([3, 4, 9], "stop")
     assert not scheduler.has_work and scheduler.blocks.num_free == 64
+
+
+def test_accepted_drafts_after_a_stop_do_not_count_as_cached_text():
+    engine = Engine(token_budget=512, chunk_tokens=512)
+    scheduler, request = engine.scheduler, request_of("a", prompt_of(509), max_new_tokens=9, stop_token_ids=(77,))
+    scheduler.add(request)
+    while not request.decoding:
+        engine.step()
+    scheduler.propose(request, [77, 6, 6])  # the stop is token 510, the last draft token 512
+    scheduler.schedule()
+    scheduler.commit(request, 7, 3)
+    assert (request.finish_reason, request.num_computed, len(scheduler.prefix)) == ("stop", 511, 1)
 
 
 def test_end_of_sentence():
