@@ -40,7 +40,7 @@ class Tokenizer:
         bos_id, eos_id, pad_id = (_special_id(backend, name, names, ids) for name in ("bos", "eos", "pad"))
         if bos_id is None or eos_id is None:
             missing = "bos_token" if bos_id is None else "eos_token"
-            raise ValueError(f"tokenizer_config.json or config.json must name {missing}, got none in {str(directory)!r}")
+            raise ValueError(f"tokenizer_config.json or config.json must name {missing}, got none in {directory}")
         return cls(backend, bos_id=bos_id, eos_id=eos_id, pad_id=pad_id)
 
     @property
