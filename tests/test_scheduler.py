@@ -46,11 +46,12 @@ def expected_output(prompt, request_params) -> list[int]:
 class Engine:
     """Runs plans on shadow caches: rows and state hold the key of the text they belong to."""
 
-    def __init__(self, *, prefix_reuse=True, num_drafts=0, seed=0, **config):
+    def __init__(self, *, prefix_reuse=True, private_page=False, num_drafts=0, seed=0, **config):
         defaults = {"token_budget": 64, "max_requests": 4, "chunk_tokens": 64, "max_length": 4096}
         pools = {"num_blocks": 64, "num_window_pages": 64, "eos_token_id": EOS}
         take_snapshot = self.take_snapshot if prefix_reuse else None
-        self.scheduler = Scheduler(**(defaults | pools | config), take_snapshot=take_snapshot)
+        copy_page = self.copy_page if private_page else None
+        self.scheduler = Scheduler(**(defaults | pools | config), take_snapshot=take_snapshot, copy_page=copy_page)
         self.num_drafts, self.random = num_drafts, random.Random(seed)
         self.window_rows, self.entry_rows, self.state = {}, {}, {}
         self.plans: list[StepPlan] = []
@@ -59,6 +60,11 @@ class Engine:
         if request.num_computed - num_tokens > RING - TAIL:
             return None
         return {p: self.state[request.state_slot, p % RING] for p in range(num_tokens - TAIL, num_tokens)}
+
+    def copy_page(self, source, target):
+        assert self.scheduler.window_pages.references(target) == 1 and source != target
+        for offset in range(PAGE_TOKENS):
+            self.window_rows[target, offset] = self.window_rows[source, offset]
 
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
@@ -192,9 +198,12 @@ loads = st.lists(
     st.integers(3, 9),
     st.integers(2, 12),
     st.booleans(),
+    st.booleans(),
     st.integers(0, 4),
 )
-def test_every_request_finishes(load, max_requests, extra, chunk, num_blocks, num_pages, prefix_reuse, num_drafts):
+def test_every_request_finishes(
+    load, max_requests, extra, chunk, num_blocks, num_pages, prefix_reuse, private_page, num_drafts
+):
     engine = Engine(
         token_budget=max_requests + extra,
         max_requests=max_requests,
@@ -202,6 +211,7 @@ def test_every_request_finishes(load, max_requests, extra, chunk, num_blocks, nu
         num_blocks=num_blocks,
         num_window_pages=num_pages,
         prefix_reuse=prefix_reuse,
+        private_page=private_page,
         num_drafts=num_drafts,
     )
     arrivals = []
@@ -264,6 +274,15 @@ def test_a_prompt_resumes_from_a_cached_prefix():
     engine.run()
     assert engine.plans[-1].entries[0].restore is None
     assert second.generated == expected_output(second.prompt_ids, second.params)
+
+
+def test_the_last_page_of_a_reused_prefix_can_be_private():
+    engine = Engine(token_budget=512, chunk_tokens=512, private_page=True)
+    for name, suffix in (("a", 3), ("b", 4), ("c", 5)):
+        engine.scheduler.add(request_of(name, prompt_of(512) + prompt_of(60, suffix), max_new_tokens=2, ignore_eos=True))
+    engine.run()
+    resumed = [entry.request.id for plan in engine.plans for entry in plan.entries if entry.restore]
+    assert resumed == ["b", "c"]
 
 
 def test_text_computed_twice_is_kept_once():
