@@ -279,7 +279,8 @@ def test_a_prompt_resumes_from_a_cached_prefix():
 def test_the_last_page_of_a_reused_prefix_can_be_private():
     engine = Engine(token_budget=512, chunk_tokens=512, private_page=True)
     for name, suffix in (("a", 3), ("b", 4), ("c", 5)):
-        engine.scheduler.add(request_of(name, prompt_of(512) + prompt_of(60, suffix), max_new_tokens=2, ignore_eos=True))
+        prompt = prompt_of(512) + prompt_of(60, suffix)
+        engine.scheduler.add(request_of(name, prompt, max_new_tokens=2, ignore_eos=True))
     engine.run()
     resumed = [entry.request.id for plan in engine.plans for entry in plan.entries if entry.restore]
     assert resumed == ["b", "c"]
