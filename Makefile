@@ -1,0 +1,32 @@
+# The two commands of the README: `make demo` and `make test`. Both set up what they need in .venv.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-all clean
+
+demo: $(VENV)/.runtime
+	$(BIN)/python tools/demo.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not gpu"
+
+$(VENV)/.runtime: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "dsv4 needs Python 3.11 or newer, got `$(PYTHON) --version 2>&1`: set PYTHON" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(TORCH)
+	$(BIN)/python -m pip install -q -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.runtime
+	$(BIN)/python -m pip install -q -e ".[test]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .dsv4-cache .pytest_cache .hypothesis
