@@ -25,7 +25,19 @@ class TokenEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """Result of one prompt. ``error`` is set, and nothing was generated, when the prompt was refused."""
+    """Result of one prompt. ``error`` is set, and nothing was generated, when the prompt was refused.
+
+    Attributes:
+        request_id: names the prompt in ``error``; unique within the engine.
+        text: of ``token_ids``, special tokens left out.
+        token_ids: a stop token included.
+        finish_reason: ``stop`` (end-of-sentence or stop token), ``length``, or ``None`` for a refused prompt.
+        prompt_tokens: a prepended beginning-of-sentence token included.
+        cached_tokens: of the prompt, found in the prefix cache.
+        drafted_tokens: drafts that the model verified.
+        accepted_tokens: drafts that became part of ``token_ids``.
+        error: why the prompt was refused.
+    """
 
     request_id: str
     text: str
@@ -40,7 +52,7 @@ class Completion:
 
 @dataclass(kw_only=True)
 class RunStats:
-    """Totals of one ``generate`` call."""
+    """Totals of one ``generate`` call; ``rows`` counts what the steps computed, rejected drafts included."""
 
     seconds: float = 0.0
     steps: int = 0

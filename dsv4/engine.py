@@ -6,36 +6,29 @@ This is the only module of ``dsv4`` that imports the compile package: everything
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from . import ops
-from .caches import (
-    TAIL_ROWS,
-    ModelCaches,
-    allocate_caches,
-    copy_window_page,
-    restore_tail_rows,
-    ring_rows,
-    tail_rows,
-)
+from .caches import ModelCaches, allocate_caches
 from .checkpoint import Checkpoint
-from .completion import Completion, RunStats, Timings, TokenEvent
 from .compile import CompiledModel, CompileReport, compile_model, mark_unbacked_sizes
+from .completion import Completion, RunStats, Timings, TokenEvent
 from .config import ModelConfig
-from .drafting import DraftRows, draft
 from .engine_config import EngineConfig
-from .inputs import Segment, StepInputs, check_token_ids
+from .inputs import StepInputs, check_token_ids
 from .model import DeepseekV4
-from .ops.shapes import WINDOW_PAGE_TOKENS
-from .runner import Runner, Sequence as PlacedSequence
-from .sampling import SamplingParams, sample
-from .scheduler import Scheduler
-from .step_plan import PlanEntry, Request, StepPlan
-from .tokenizer import Tokenizer
+from .ops.shapes import BLOCK_TOKENS
+from .runner import Runner
+from .runner import Sequence as PlacedSequence
+from .sampling import SamplingParams
+from .step_loop import StepLoop, cache_pages
+from .step_plan import Request
+from .tokenizer import StreamDecoder, Tokenizer
 from .weights import load_weights
 
 logger = logging.getLogger(__name__)
@@ -44,23 +37,26 @@ Prompt = str | Sequence[int]
 
 
 @dataclass
-class _Snapshot:
-    """What resuming after a reused prefix needs besides its pages."""
-
-    tail: list[torch.Tensor]
-    streams: torch.Tensor
-
-
-@dataclass
 class _Live:
     """Engine-side state of one request."""
 
     prompt_idx: int
     request: Request
-    stream: object
+    stream: StreamDecoder | None
     text: list[str] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
+
+    def events(self, tokens: Sequence[int]) -> Iterator[TokenEvent]:
+        """Events of newly committed tokens; the last token of a finished request also brings the rest of its text."""
+        for number, token in enumerate(tokens, start=1):
+            ends = number == len(tokens) and self.request.state == "finished"
+            text = self.stream.push([token]) if self.stream is not None else ""
+            if ends and self.stream is not None:
+                text += self.stream.finish()
+            self.text.append(text)
+            reason = self.request.finish_reason if ends else None
+            yield TokenEvent(prompt_idx=self.prompt_idx, token_id=token, text=text, finish_reason=reason)
 
 
 def compile_salt() -> str:
@@ -99,8 +95,9 @@ class Engine:
     Attributes:
         config: the model's config.
         settings: the engine's settings.
-        runner: the model with its caches; ``dsv4.evaluate`` works on it while no prompt is being served.
-        tokenizer: text and ids.
+        runner: the model with its caches; ``dsv4.evaluate`` works on it while no prompt is being served, at the cost of
+            the prefixes that could have been reused.
+        tokenizer: text and ids; ``None`` for a checkpoint without one.
         timings: start-up seconds.
         compile_reports: by function (``step``, ``draft``); empty when ``compile`` is ``off``.
     """
@@ -116,11 +113,8 @@ class Engine:
     ) -> None:
         self.config, self.settings, self.runner = config, settings, runner
         self.tokenizer, self.timings, self._compiled = tokenizer, timings, compiled
-        self._streams: torch.Tensor | None = None
-        self._first_row: dict[str, int] = {}
-        self._scheduler = self._new_scheduler()
+        self._loop = StepLoop(runner, config, settings)
         self._num_requests = 0
-        self._snapshot_end: dict[str, int] = {}
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, settings: EngineConfig | None = None, *, progress: bool = True) -> "Engine":
@@ -152,15 +146,15 @@ class Engine:
             Checkpoint.open(path), config, settings.numerics, dtype=execution.dtype, device=settings.device,
             progress=progress,
         )  # fmt: skip
-        model = DeepseekV4(config, execution, weights, max_positions=settings.max_blocks * 256)
+        model = DeepseekV4(config, execution, weights, max_positions=settings.max_blocks * BLOCK_TOKENS)
         loaded = time.perf_counter() - started
         logger.info("loaded %s in %.1f s", path, loaded)
-        num_blocks = settings.num_blocks or settings.max_requests * settings.max_blocks
+        num_blocks, num_window_pages = cache_pages(settings, config.sliding_window)
         caches = allocate_caches(
             config,
             execution,
             num_blocks=num_blocks,
-            num_window_pages=_window_pages(settings, config, num_blocks),
+            num_window_pages=num_window_pages,
             num_slots=settings.max_requests,
             storage=settings.storage,
             max_draft=settings.draft_tokens,
@@ -212,20 +206,23 @@ class Engine:
             One completion per prompt, in order, and the totals. A refused prompt has ``error`` set; others are served.
         """
         stats = RunStats()
-        done = list(self._serve(prompts, params, on_token or (lambda event: None), stats))
-        return done[-1], stats
+        found: dict[int, Completion] = {}
+        for completions in self._serve(prompts, params, on_token or (lambda event: None), stats):
+            found.update(completions)
+        return [found[index] for index in range(len(prompts))], stats
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> Iterator[TokenEvent]:
         """Yield every token of a batch as it is committed. A refused prompt raises ``ValueError`` before any step."""
         events: list[TokenEvent] = []
-        for completions in self._serve(prompts, params, events.append, RunStats()):
-            errors = [c.error for c in completions if c.error]
-            if errors:
-                raise ValueError(errors[0])
-            yield from events
-            events.clear()
+        with closing(self._serve(prompts, params, events.append, RunStats())) as steps:
+            for completions in steps:
+                for index, completion in completions.items():
+                    if completion.error is not None:
+                        raise ValueError(f"prompt {index} was refused: {completion.error}")
+                yield from events
+                events.clear()
 
     def _serve(
         self,
@@ -233,226 +230,92 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams],
         on_token: Callable[[TokenEvent], None],
         stats: RunStats,
-    ) -> Iterator[list[Completion]]:
-        """Run until all prompts are done; yields the completions so far after admission and after every step."""
+    ) -> Iterator[dict[int, Completion]]:
+        """Run until all prompts are done; yields those that ended, by prompt, after admission and after every step."""
         if isinstance(prompts, str):
-            raise ValueError("prompts must be a list of prompts, got one string")
+            raise ValueError(f"prompts must be a list of prompts, got one text: {prompts!r}")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params must have one entry per prompt, {len(prompts)}, got {len(each)}")
-        if self._scheduler.has_work:
-            raise RuntimeError("an engine serves one batch at a time: finish or close the running stream first")
-        results: list[Completion | None] = [None] * len(prompts)
+        if self._loop.has_work:
+            raise RuntimeError("an engine must serve one batch at a time, got another while a stream is open: close it")
         live: dict[str, _Live] = {}
-        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-            try:
-                request = self._admit(prompt, own)
-            except ValueError as error:
-                results[index] = _refused(str(error))
-                continue
-            decoder = self.tokenizer.stream() if self.tokenizer is not None else None
-            live[request.id] = _Live(index, request, decoder)
-        yield [r for r in results if r is not None]
-        started = time.perf_counter()
         try:
-            while self._scheduler.has_work:
+            refused: dict[int, Completion] = {}
+            for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+                self._num_requests += 1
+                request_id = f"r{self._num_requests}"
+                try:
+                    request = self._admit(request_id, prompt, own)
+                except ValueError as error:
+                    refused[index] = _refused(request_id, str(error))
+                    continue
+                live[request_id] = _Live(index, request, self.tokenizer.stream() if self.tokenizer else None)
+            yield refused
+            started = time.perf_counter()
+            while self._loop.has_work:
                 self._step(live, on_token, stats)
-                for state in list(live.values()):
-                    if state.request.state == "finished":
-                        results[state.prompt_idx] = self._completion(live.pop(state.request.id))
                 stats.seconds = time.perf_counter() - started
-                yield [r for r in results if r is not None]
+                ended = [live.pop(key) for key, state in list(live.items()) if state.request.state == "finished"]
+                yield {state.prompt_idx: _completion(state) for state in ended}
         finally:
-            if live:
-                self._abandon([state.request for state in live.values()])
+            self._loop.abandon(s.request for s in live.values() if s.request.state != "finished")
 
-    def _abandon(self, requests: Sequence[Request]) -> None:
-        """End the requests of a stream that was closed, or of a step that failed half-way."""
-        try:
-            for request in requests:
-                self._scheduler.abort(request)
-        except ValueError:  # rows of a failed step are uncommitted: nothing in the caches can be trusted
-            self._scheduler = self._new_scheduler()
-
-    def _admit(self, prompt: Prompt, params: SamplingParams) -> Request:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("a text prompt needs a tokenizer.json in the checkpoint directory, got none")
-            if not prompt:
-                raise ValueError("prompt must have at least 1 character, got an empty text")
-            ids = self.tokenizer.encode(prompt)
-            ids = ids if ids[:1] == [self.tokenizer.bos_id] else [self.tokenizer.bos_id, *ids]
-        else:
-            ids = list(prompt)
-        check_token_ids(ids, self.config.vocab_size, "prompt")
+    def _admit(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
         check_token_ids(params.stop_token_ids, self.config.vocab_size, "stop_token_ids")
-        self._num_requests += 1
-        request = Request(id=f"r{self._num_requests}", prompt_ids=ids, params=params.with_seed())
-        self._scheduler.add(request)
+        ids = self._encode(prompt)
+        check_token_ids(ids, self.config.vocab_size, "prompt")
+        request = Request(id=request_id, prompt_ids=ids, params=params.with_seed())
+        self._loop.add(request)
         return request
 
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            if not isinstance(prompt, Iterable):
+                raise ValueError(f"prompt must be a text or a list of token ids, got {prompt!r}")
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError(f"a text prompt needs a tokenizer.json in the checkpoint directory, got {prompt!r} without")
+        if not prompt:
+            raise ValueError("prompt must have at least 1 character, got an empty text")
+        ids = self.tokenizer.encode(prompt)
+        return ids if ids[:1] == [self.tokenizer.bos_id] else [self.tokenizer.bos_id, *ids]
+
     def _step(self, live: dict[str, _Live], on_token: Callable[[TokenEvent], None], stats: RunStats) -> None:
-        plan = self._scheduler.schedule()
-        carried = {entry.request.id: self._restore(entry) for entry in plan.entries}
-        logits, self._streams = self.runner.run([_segment(entry) for entry in plan.entries])
-        outcomes = self._outcomes(plan, logits)
-        drafts = self._draft(plan, outcomes, carried, self._streams)
-        row = 0
-        for entry, (accepted, token), proposed in zip(plan.entries, outcomes, drafts, strict=True):
-            request, state = entry.request, live[entry.request.id]
-            self._first_row[request.id] = row - entry.start
-            self._snapshot_end[request.id] = entry.start + len(entry.token_ids)
-            before = len(request.generated)
-            self._scheduler.commit(request, token, accepted)
-            if proposed and request.decoding:
-                self._scheduler.propose(request, proposed)
-            state.drafted += entry.num_drafts
-            state.accepted += accepted
-            stats.drafted_tokens += entry.num_drafts
-            stats.accepted_tokens += accepted
-            stats.generated_tokens += len(request.generated) - before
-            self._emit(state, request.generated[before:], on_token)
-            row += len(entry.token_ids)
+        advances = self._loop.step()
         stats.steps += 1
-        stats.rows += row
-
-    def _outcomes(self, plan: StepPlan, logits: torch.Tensor) -> list[tuple[int, int | None]]:
-        """Per entry: how many drafts are right, and the token after the last right one (``None`` within a prompt)."""
-        params = [entry.request.params for entry in plan.entries for _ in entry.logit_offsets]
-        steps = [
-            len(entry.request.generated) + index for entry in plan.entries for index in range(len(entry.logit_offsets))
-        ]
-        chosen = iter(sample(logits, params, steps).tolist())
-        outcomes: list[tuple[int, int | None]] = []
-        for entry in plan.entries:
-            tokens = [next(chosen) for _ in entry.logit_offsets]
-            drafted = entry.token_ids[len(entry.token_ids) - entry.num_drafts :]
-            accepted = 0
-            while accepted < entry.num_drafts and tokens[accepted] == drafted[accepted]:
-                accepted += 1
-            outcomes.append((accepted, tokens[accepted] if tokens else None))
-        return outcomes
-
-    def _draft(
-        self,
-        plan: StepPlan,
-        outcomes: list[tuple[int, int | None]],
-        carried: dict[str, torch.Tensor | None],
-        streams: torch.Tensor,
-    ) -> list[list[int]]:
-        """Run the MTP block over the rows that this step is about to commit, while their pages are still held."""
-        if not self.settings.draft_tokens:
-            return [[] for _ in plan.entries]
-        rows, first = [], 0
-        for entry, (accepted, token) in zip(plan.entries, outcomes, strict=True):
-            request = entry.request
-            kept = len(entry.token_ids) - entry.num_drafts + accepted
-            known = [*request.token_ids[: entry.start], *entry.token_ids[:kept]]
-            after = token if token is not None else request.token_ids[len(known)]
-            rows.append(
-                DraftRows(
-                    first_row=first,
-                    start=entry.start,
-                    next_tokens=[*known[entry.start + 1 :], after],
-                    window_pages=request.window_page_ids,
-                    blocks=request.block_ids,
-                    state_slot=request.state_slot,
-                    carried=carried[request.id],
-                    carried_token=entry.token_ids[0],
-                    num_drafts=self.settings.draft_tokens if token is not None else 0,
-                )
-            )
-            first += len(entry.token_ids)
-        return draft(self.runner, rows, streams)
-
-    def _emit(self, state: _Live, tokens: Sequence[int], on_token: Callable[[TokenEvent], None]) -> None:
-        request = state.request
-        for index, token in enumerate(tokens):
-            last = index == len(tokens) - 1 and request.state == "finished"
-            text = state.stream.push([token]) if state.stream is not None else ""
-            if last and state.stream is not None:
-                text += state.stream.finish()
-            state.text.append(text)
-            reason = request.finish_reason if last else None
-            on_token(TokenEvent(prompt_idx=state.prompt_idx, token_id=token, text=text, finish_reason=reason))
-
-    def _completion(self, state: _Live) -> Completion:
-        request = state.request
-        return Completion(
-            request_id=request.id,
-            text="".join(state.text),
-            token_ids=list(request.generated),
-            finish_reason=request.finish_reason,
-            prompt_tokens=len(request.prompt_ids),
-            cached_tokens=request.cached_tokens,
-            drafted_tokens=state.drafted,
-            accepted_tokens=state.accepted,
-            error=None,
-        )
-
-    # ---- prefix reuse ------------------------------------------------------------------------------------------------
-
-    def _new_scheduler(self) -> Scheduler:
-        s = self.settings
-        caches = self.runner.caches
-        return Scheduler(
-            token_budget=s.token_budget,
-            max_requests=s.max_requests,
-            chunk_tokens=s.chunk_tokens,
-            max_length=s.max_seq_len,
-            num_blocks=s.num_blocks or s.max_requests * s.max_blocks,
-            num_window_pages=caches.layers[0].window.shape[0],
-            window=self.config.sliding_window,
-            eos_token_id=self.config.eos_token_id,
-            take_snapshot=self._take_snapshot if s.prefix_reuse else None,
-            copy_page=(lambda a, b: copy_window_page(caches, a, b)) if s.draft_tokens else None,
-        )
-
-    def _take_snapshot(self, request: Request, num_tokens: int) -> _Snapshot | None:
-        """Compressor tail rows and last streams at ``num_tokens``, if this step still holds them."""
-        end = self._snapshot_end[request.id]
-        if end - (num_tokens - TAIL_ROWS) > ring_rows(4, self.settings.draft_tokens):
-            return None  # later rows of the same chunk have taken their place in the ring
-        assert self._streams is not None
-        row = self._first_row[request.id] + num_tokens - 1
-        return _Snapshot(
-            tail_rows(self.runner.caches, request.state_slot, num_tokens), self._streams[row].clone()
-        )
-
-    def _restore(self, entry: PlanEntry) -> torch.Tensor | None:
-        """Load a reused prefix's tail into the request's state slot; returns the streams of its last row."""
-        if entry.restore is None:
-            return None
-        snapshot = entry.restore
-        assert isinstance(snapshot, _Snapshot)
-        restore_tail_rows(self.runner.caches, entry.request.state_slot, entry.start, snapshot.tail)
-        return snapshot.streams
+        for advance in advances:
+            state = live[advance.request.id]
+            state.drafted += advance.num_drafts
+            state.accepted += advance.num_accepted
+            stats.rows += advance.num_rows
+            stats.drafted_tokens += advance.num_drafts
+            stats.accepted_tokens += advance.num_accepted
+            stats.generated_tokens += len(advance.tokens)
+            for event in state.events(advance.tokens):
+                on_token(event)
 
 
-def _segment(entry: PlanEntry) -> Segment:
-    request = entry.request
-    return Segment(
-        token_ids=entry.token_ids,
-        start=entry.start,
-        blocks=request.block_ids,
-        window_pages=request.window_page_ids,
-        state_slot=request.state_slot,
-        logit_offsets=entry.logit_offsets,
+def _completion(state: _Live) -> Completion:
+    request = state.request
+    return Completion(
+        request_id=request.id,
+        text="".join(state.text),
+        token_ids=list(request.generated),
+        finish_reason=request.finish_reason,
+        prompt_tokens=len(request.prompt_ids),
+        cached_tokens=request.cached_tokens,
+        drafted_tokens=state.drafted,
+        accepted_tokens=state.accepted,
+        error=None,
     )
 
 
-def _refused(error: str) -> Completion:
+def _refused(request_id: str, error: str) -> Completion:
     return Completion(
-        request_id="", text="", token_ids=[], finish_reason=None, prompt_tokens=0, cached_tokens=0, drafted_tokens=0,
-        accepted_tokens=0, error=error,
+        request_id=request_id, text="", token_ids=[], finish_reason=None, prompt_tokens=0, cached_tokens=0,
+        drafted_tokens=0, accepted_tokens=0, error=error,
     )  # fmt: skip
-
-
-def _window_pages(settings: EngineConfig, config: ModelConfig, num_blocks: int) -> int:
-    """Pages for every running request's window and chunk, plus one per block that prefix reuse may keep."""
-    span = config.sliding_window + max(settings.chunk_tokens, 1 + settings.draft_tokens)
-    running = settings.max_requests * (-(-span // WINDOW_PAGE_TOKENS) + 2)
-    return running + (num_blocks if settings.prefix_reuse else 0)
 
 
 def _compile(runner: Runner, settings: EngineConfig) -> dict[str, CompiledModel]:

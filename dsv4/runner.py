@@ -28,6 +28,7 @@ class Runner:
         max_blocks: block-table width; a sequence has at most ``256 * max_blocks`` tokens.
         step: ``(inputs, caches) -> (logits, streams)``.
         draft: ``(inputs, caches, streams) -> (logits, streams)`` of the first MTP block.
+        num_inputs: how often :meth:`inputs` was called, by which an owner of the caches notices other users.
     """
 
     model: DeepseekV4
@@ -35,6 +36,7 @@ class Runner:
     max_blocks: int
     step: StepFunction
     draft: DraftFunction
+    num_inputs: int = 0
 
     @classmethod
     def eager(cls, model: DeepseekV4, caches: ModelCaches, max_blocks: int) -> "Runner":
@@ -45,6 +47,7 @@ class Runner:
         return self.max_blocks * BLOCK_TOKENS
 
     def inputs(self, segments: Rows[Segment], **pads: int) -> StepInputs:
+        self.num_inputs += 1
         return build_inputs(
             segments,
             vocab_size=self.model.config.vocab_size,
