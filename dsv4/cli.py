@@ -1,16 +1,22 @@
 """Command line: generate, score, logits, compare, inspect, synth.
 
-With ``--json`` a command writes exactly one JSON object to stdout; logs and progress always go to stderr. A refused input
-ends with exit code 2 and one line (or, with ``--json``, an object with key ``error``).
+With ``--json`` a command writes exactly one JSON object (ASCII, no NaN) to stdout; logs, progress and errors always go to
+stderr. Exit codes: 0 done; 2 the input was refused, with one line on stderr and, with ``--json``, an object with key
+``error``; 130 interrupted; 1 a fault of our own (traceback) or a closed output pipe. ``generate`` serves the good prompts
+of a batch: a refused one has ``error`` in its completion, and only if all were refused is the exit code 2.
 """
 
 import dataclasses
+import io
 import json
 import logging
+import math
+import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 from rich.console import Console
@@ -22,6 +28,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="DeepSeek-V4 through compiled pieces of custom ops.",
 )
+
+# Newer versions of typer carry a copy of click, whose classes are others: this one is found by its place above BadParameter.
+_UsageError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 Model = Annotated[Path, typer.Argument(help="Checkpoint directory in the official layout.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON object to stdout.")]
@@ -45,7 +54,8 @@ def _settings(numerics: str, deterministic: bool, compile: str, device: str, cac
     from .engine_config import CompileMode, EngineConfig
     from .execution import NumericsMode
 
-    _choice("device", device.split(":")[0], ("cpu", "cuda"))
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"device must be cpu, cuda or cuda:<index>, got {device!r}")
     return EngineConfig(
         numerics=_choice("numerics", numerics, get_args(NumericsMode)),
         deterministic=deterministic,
@@ -57,10 +67,20 @@ def _settings(numerics: str, deterministic: bool, compile: str, device: str, cac
 
 
 def _emit(as_json: bool, payload: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
+    _check_finite(payload, "result")
     if as_json:
-        print(json.dumps(payload, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(payload, allow_nan=False))
     else:
         show(payload)
+    sys.stdout.flush()  # a closed pipe must fail here, not while the interpreter shuts down
+
+
+def _check_finite(value: Any, name: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}: weights or recorded values out of range")
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in pairs:
+        _check_finite(each, f"{name}.{key}")
 
 
 def _read_json(path: Path, subject: str) -> Any:
@@ -68,14 +88,38 @@ def _read_json(path: Path, subject: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{subject} must be a readable file, got {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{subject} must be JSON, got {path}: {error}") from error
 
 
-def _token_list(value: Any, subject: str) -> list[int]:
-    if not isinstance(value, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in value):
-        raise ValueError(f"{subject} must be a list of integer token ids, got {type(value).__name__}")
+def _vocab_size(model: Path) -> int:
+    """Lets token ids be checked before any weight is read."""
+    from .config import ModelConfig
+
+    return ModelConfig.from_json(model).vocab_size
+
+
+def _token_ids(value: Any, vocab_size: int, subject: str) -> list[int]:
+    from .inputs import check_token_ids
+
+    if not isinstance(value, list) or not value:
+        got = "an empty list" if value == [] else type(value).__name__
+        raise ValueError(f"{subject} must be a non-empty list of token ids, got {got}")
+    check_token_ids(value, vocab_size, subject)
     return value
+
+
+def _check_positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"{name} must be at least 1 token, got {value}")
+
+
+class _AllRefusedError(ValueError):
+    """No prompt of a batch could be served; ``payload`` has each one's reason."""
+
+    def __init__(self, message: str, payload: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.payload = payload
 
 
 @app.command()
@@ -118,11 +162,15 @@ def generate(
         "timings": dataclasses.asdict(engine.timings) | dataclasses.asdict(run),
     }
 
+    refused = [f"prompt {index}: {c.error}" for index, c in enumerate(completions) if c.error]
+    if len(refused) == len(prompt):
+        raise _AllRefusedError("; ".join(refused), payload)
+    for line in refused:
+        print(f"error: {line}", file=sys.stderr)
+
     def show(p: dict[str, Any]) -> None:
         for c in p["completions"]:
             print(f"{c['prompt']}\033[1m{c['text']}\033[0m" if sys.stdout.isatty() else f"{c['prompt']}{c['text']}")
-            if c["error"]:
-                print(f"  error: {c['error']}")
             print()
         print(f"{run.tokens_per_second:.1f} tokens per second, {run.generated_tokens} tokens in {run.seconds:.2f} s")
 
@@ -146,15 +194,16 @@ def score(
     from . import evaluate
     from .engine import Engine
 
+    _check_positive("window", window)
     value = _read_json(tokens, "tokens file")
     if isinstance(value, dict):
         if "tokens" not in value:
             raise ValueError(f"tokens file must be a list or an object with key 'tokens', got keys {sorted(value)[:8]}")
         value = value["tokens"]
-    ids = _token_list(value, "tokens")
-    settings = _settings(
-        numerics, deterministic, compile, device, compile_cache, max_seq_len=max(window, 1), max_requests=1
-    )
+    settings = _settings(numerics, deterministic, compile, device, compile_cache, max_seq_len=window, max_requests=1)
+    ids = _token_ids(value, _vocab_size(model), "tokens")
+    if not evaluate.window_starts(len(ids), window):
+        raise ValueError(f"tokens must be at least {window + 3} for one window of {window}, got {len(ids)}")
     result = evaluate.score(Engine.from_checkpoint(model, settings).runner, ids, window=window, mtp=mtp)
     payload: dict[str, Any] = {"nll": result.nll, "nll_per_window": result.nll_per_window, "window": window}
     if mtp:
@@ -181,25 +230,32 @@ def logits(
     as_json: AsJson = False,
 ) -> None:
     """fp32 last-token logits of every prompt, under logits_<index>."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from . import evaluate
     from .engine import Engine
 
+    _check_positive("chunk", chunk)
+    if not out.parent.is_dir() or out.is_dir():
+        raise ValueError(f"out must be a file in an existing directory, got {out}")
     lists = _read_json(prompts, "prompts file")
     if not isinstance(lists, list) or not lists:
-        raise ValueError(f"prompts file must be a non-empty list of token id lists, got {type(lists).__name__}")
-    lists = [_token_list(ids, f"prompt {index}") for index, ids in enumerate(lists)]
-    longest = max(len(ids) for ids in lists)
-    settings = _settings(
-        numerics, deterministic, compile, device, compile_cache, max_seq_len=max(longest, 1), max_requests=1
-    )
+        got = "an empty list" if lists == [] else type(lists).__name__
+        raise ValueError(f"prompts file must hold a non-empty list of token id lists, got {got}")
+    settings = _settings(numerics, deterministic, compile, device, compile_cache, max_requests=1)
+    vocab = _vocab_size(model)
+    lists = [_token_ids(ids, vocab, f"prompt {index}") for index, ids in enumerate(lists)]
+    settings = dataclasses.replace(settings, max_seq_len=max(map(len, lists)))
     runner = Engine.from_checkpoint(model, settings).runner
-    for index, ids in enumerate(lists):
-        evaluate.check_prompt(runner, ids, f"prompt {index}")
     found = {f"logits_{index}": evaluate.last_logits(runner, ids, chunk=chunk) for index, ids in enumerate(lists)}
-    save_file({name: value.float().contiguous() for name, value in found.items()}, out)
-    payload = {"out": str(out), "prompts": len(found), "vocab": runner.model.config.vocab_size}
+    for name, value in found.items():
+        _check_finite(value.sum().item(), name)
+    try:
+        save_file({name: value.float().contiguous() for name, value in found.items()}, out)
+    except SafetensorError as error:
+        raise ValueError(f"out must be a writable file, got {out}: {error}") from error
+    payload = {"out": str(out), "prompts": len(found), "vocab": vocab}
     _emit(as_json, payload, lambda p: print(f"{p['prompts']} rows of {p['vocab']} logits in {p['out']}"))
 
 
@@ -224,8 +280,8 @@ def compare(
         recorded = load_file(layers)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"layers file must be a readable safetensors file, got {layers}: {error}") from error
-    longest = max((t.shape[0] for name, t in recorded.items() if name.endswith(".ids")), default=1)
-    settings = _settings(numerics, deterministic, compile, device, max_seq_len=longest, max_requests=1)
+    longest = max((t.numel() for name, t in recorded.items() if name.endswith(".ids")), default=1)
+    settings = _settings(numerics, deterministic, compile, device, max_seq_len=max(longest, 1), max_requests=1)
     result = evaluate.compare(Engine.from_checkpoint(model, settings).runner, recorded)
 
     def show(p: dict[str, Any]) -> None:
@@ -283,29 +339,46 @@ def synth(
     _emit(as_json, payload, lambda p: print(", ".join(f"{k} {v}" for k, v in p.items())))
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Console entry: one line for a refused input, a traceback only for our own faults."""
-    console = Console(stderr=True)
-    handler = RichHandler(console=console, show_path=False, show_time=False)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
-    argv = sys.argv[1:] if argv is None else argv
+def _end(argv: list[str], code: int, message: str, payload: dict[str, Any] | None = None) -> NoReturn:
+    """One line on stderr; with ``--json`` an object with key ``error`` on stdout."""
+    message = " ".join(message.splitlines())
+    if message:  # a call without a command has had the help text instead
+        print(f"error: {message}", file=sys.stderr)
+    if "--json" in argv:
+        print(json.dumps({"error": message} | (payload or {})), flush=True)
+    sys.exit(code)
+
+
+def _run(argv: list[str]) -> NoReturn:
     try:
         code = app(argv, standalone_mode=False)
-    except typer.Exit as error:
-        code = error.exit_code
-    except (ValueError, NotImplementedError, FileNotFoundError, FileExistsError) as error:
-        if "--json" in argv:
-            print(json.dumps({"error": str(error)}, ensure_ascii=False))
-        console.print(f"error: {error}", style="bold red", markup=False, highlight=False)
-        code = 2
-    except Exception as error:
-        import click
-
-        if not isinstance(error, click.ClickException):
-            raise
-        error.show()
-        code = error.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        code = 130  # what newer versions of typer return for Ctrl-C
+    except (ValueError, NotImplementedError) as error:
+        _end(argv, 2, str(error), getattr(error, "payload", None))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _end(argv, 2, f"{error.filename or 'files'} must be accessible, got: {error.strerror or error}")
+    except _UsageError as error:
+        _end(argv, 2, error.format_message())
+    if code == 130:
+        _end(argv, code, "interrupted")
     sys.exit(code or 0)
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Console entry: one line for a refused input, a traceback only for our own faults."""
+    handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):  # text that the terminal cannot show must not end the program
+            output.reconfigure(errors="backslashreplace")
+    try:
+        _run(sys.argv[1:] if argv is None else argv)
+    except BrokenPipeError:  # the reader has left; the interpreter's own last flush must not complain either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 if __name__ == "__main__":

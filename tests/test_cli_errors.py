@@ -1,0 +1,208 @@
+"""What the command line refuses: exit code 2 and one line, before any weight is read wherever that is possible."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dsv4 import checkpoint
+
+from .command_line import GOLDEN, NANO, refused, run, write_json
+
+TOKENS = list(range(3, 22))
+
+
+@pytest.fixture
+def no_weights(monkeypatch) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(checkpoint, "_read_tensor", read)
+
+
+GENERATE = ("generate", NANO, "--prompt", "The")
+ARGUMENTS = [
+    (("nothing",), "No such command"),
+    (("generate", NANO, "--prompt", "x", "--nothing", "1"), "No such option"),
+    (("generate", NANO), "Missing"),
+    (("score", NANO), "Missing"),
+    ((*GENERATE, "--max-new-tokens", "many"), "--max-new-tokens"),
+    ((*GENERATE, "--numerics", "fast"), "numerics must be one of ['exact', 'official'], got 'fast'"),
+    ((*GENERATE, "--compile", "on"), "compile must be one of ['off', 'piecewise', 'full'], got 'on'"),
+    ((*GENERATE, "--device", "tpu"), "device must be cpu, cuda or cuda:<index>, got 'tpu'"),
+    ((*GENERATE, "--device", "cpu:x"), "device must be cpu, cuda or cuda:<index>, got 'cpu:x'"),
+    ((*GENERATE, "--device", "cuda"), "device must be cpu in this release, got cuda"),
+    ((*GENERATE, "--device", "cuda:1"), "device must be cpu in this release, got cuda:1"),
+    ((*GENERATE, "--max-new-tokens", 0), "max_new_tokens must be an int >= 1, got 0"),
+    ((*GENERATE, "--max-seq-len", 0), "max_seq_len must be an integer of at least 1, got 0"),
+    ((*GENERATE, "--max-seq-len", 2**21), "max_seq_len must be at most max_position_embeddings 1048576"),
+    ((*GENERATE, "--draft-tokens", 8), "draft_tokens must be in [0, 7], got 8"),
+    ((*GENERATE, "--top-p", 0), "top_p must be in (0, 1], got 0.0"),
+    ((*GENERATE, "--top-p", 2), "top_p must be in (0, 1], got 2.0"),
+    ((*GENERATE, "--top-p", "nan"), "top_p must be in (0, 1], got nan"),
+    ((*GENERATE, "--temperature", -1), "temperature must be a finite number >= 0, got -1.0"),
+    ((*GENERATE, "--temperature", "inf"), "temperature must be a finite number >= 0, got inf"),
+    ((*GENERATE, "--seed", -1), "seed must be None or in [0, 2**63), got -1"),
+    (("generate", "/no/such/model", "--prompt", "x"), "/no/such/model must be accessible, got: No such file"),
+    (("compare", NANO, "--layers", "/no/such/file"), "layers file must be a readable safetensors file"),
+    (("compare", NANO, "--layers", NANO / "config.json"), "layers file must be a readable safetensors file"),
+    (("compare", NANO, "--layers", NANO), "layers file must be a readable safetensors file"),
+    (("inspect", NANO, "--compile", "on"), "compile must be one of"),
+    (("inspect", NANO, "--numerics", "fast"), "numerics must be one of"),
+]
+
+
+@pytest.mark.parametrize("argv, message", ARGUMENTS, ids=[message[:40] for _, message in ARGUMENTS])
+def test_arguments(capfd, no_weights, argv, message):
+    assert message in refused(capfd, *argv)
+
+
+def test_without_json_stdout_stays_empty(capfd, no_weights):
+    code, out, err = run(capfd, *GENERATE, "--device", "cuda")
+    assert code == 2 and out == ""
+    assert err == "error: device must be cpu in this release, got cuda: CUDA kernels do not exist yet\n"
+
+
+# ---- token files -----------------------------------------------------------------------------------------------------
+
+
+BAD_JSON = ["", "[1, 2", "[" * 100_000]
+BAD_TOKENS = [
+    (3, "tokens must be a non-empty list of token ids, got int"),
+    ([], "tokens must be a non-empty list of token ids, got an empty list"),
+    ("text", "tokens must be a non-empty list of token ids, got str"),
+    ({"ids": TOKENS}, "tokens file must be a list or an object with key 'tokens', got keys ['ids']"),
+    ({"tokens": None}, "tokens must be a non-empty list of token ids, got NoneType"),
+    ([*TOKENS, "5"], "token id at index 19 must be an integer in [0, 2048), got '5'"),
+    ([1.0, *TOKENS], "token id at index 0 must be an integer in [0, 2048), got 1.0"),
+    ([True, *TOKENS], "token id at index 0 must be an integer in [0, 2048), got True"),
+    ([TOKENS], "token id at index 0 must be an integer in [0, 2048), got [3,"),
+    ([*TOKENS, 2048], "token id at index 19 must be an integer in [0, 2048), got 2048"),
+    ([*TOKENS, -1], "token id at index 19 must be an integer in [0, 2048), got -1"),
+    ([*TOKENS, 10**30], "token id at index 19 must be an integer in [0, 2048), got 1000"),
+    (TOKENS[:18], "tokens must be at least 19 for one window of 16, got 18"),
+]
+
+
+def score(path: Path, *flags: object) -> tuple[object, ...]:
+    return "score", NANO, "--tokens", path, "--window", 16, *flags
+
+
+@pytest.mark.parametrize("text", BAD_JSON, ids=lambda text: text[:8])
+def test_score_invalid_json(capfd, no_weights, tmp_path, text):
+    path = tmp_path / "tokens.json"
+    path.write_text(text)
+    assert f"tokens file must be JSON, got {path}: " in refused(capfd, *score(path))
+
+
+def test_score_unreadable_files(capfd, no_weights, tmp_path):
+    assert "must be a readable file, got /no/such/file: No such file" in refused(capfd, *score(Path("/no/such/file")))
+    assert "must be a readable file" in refused(capfd, *score(tmp_path))
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "tokens file must be JSON" in refused(capfd, *score(binary))
+
+
+@pytest.mark.parametrize("value, message", BAD_TOKENS, ids=lambda value: str(value)[:24])
+def test_score_tokens(capfd, no_weights, tmp_path, value, message):
+    assert message in refused(capfd, *score(write_json(tmp_path / "tokens.json", value)))
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_score_window(capfd, no_weights, tmp_path, window):
+    path = write_json(tmp_path / "tokens.json", TOKENS)
+    assert f"window must be at least 1 token, got {window}" in refused(capfd, *score(path, "--window", window))
+
+
+BAD_PROMPTS = [
+    ({"prompts": [TOKENS]}, "prompts file must hold a non-empty list of token id lists, got dict"),
+    ([], "prompts file must hold a non-empty list of token id lists, got an empty list"),
+    ([TOKENS, []], "prompt 1 must be a non-empty list of token ids, got an empty list"),
+    (TOKENS, "prompt 0 must be a non-empty list of token ids, got int"),
+    ([TOKENS, [5, 2048]], "prompt 1: token id at index 1 must be an integer in [0, 2048), got 2048"),
+    ([[0.5]], "prompt 0: token id at index 0 must be an integer in [0, 2048), got 0.5"),
+]
+
+
+def logits(prompts: Path, out: Path, *flags: object) -> tuple[object, ...]:
+    return "logits", NANO, "--prompts", prompts, "--out", out, *flags
+
+
+@pytest.mark.parametrize("value, message", BAD_PROMPTS, ids=lambda value: str(value)[:24])
+def test_logits_prompts(capfd, no_weights, tmp_path, value, message):
+    out = tmp_path / "logits.safetensors"
+    assert message in refused(capfd, *logits(write_json(tmp_path / "prompts.json", value), out))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_logits_chunk(capfd, no_weights, tmp_path, chunk):
+    prompts = write_json(tmp_path / "prompts.json", [TOKENS])
+    message = refused(capfd, *logits(prompts, tmp_path / "out", "--chunk", chunk))
+    assert f"chunk must be at least 1 token, got {chunk}" in message
+
+
+def test_logits_out_must_be_writable(capfd, no_weights, tmp_path):
+    prompts = write_json(tmp_path / "prompts.json", [TOKENS])
+    for out in (tmp_path, tmp_path / "absent" / "out"):
+        assert f"out must be a file in an existing directory, got {out}" in refused(capfd, *logits(prompts, out))
+
+
+# ---- layer files -----------------------------------------------------------------------------------------------------
+
+
+def without(*names: str):
+    return lambda record: {name: value for name, value in record.items() if name not in names}
+
+
+def having(**changes: torch.Tensor):
+    return lambda record: record | {name.replace("__", "."): value for name, value in changes.items()}
+
+
+IN, OUT = "p140.layer0.attn_in", "p140.layer0.attn_out"
+BAD_LAYERS = [
+    (lambda _: {"weight": torch.ones(2)}, "layers file must hold names like 'p40.layer2.attn_in', got ['weight']"),
+    (without(IN), "layers file must hold names like"),
+    (without("p140.ids"), f"{IN}: the file must also hold p140.ids"),
+    (without(OUT), f"{IN}: the file must also hold {OUT}"),
+    (having(p140__ids=torch.tensor([5, 2048])), "token id at index 1 must be an integer in [0, 2048), got 2048"),
+    (having(p140__ids=torch.tensor(5)), "p140.ids must have shape [tokens], got []"),
+    (having(p140__ids=torch.rand(140)), "token id at index 0 must be an integer"),
+    (having(p140__layer0__attn_in=torch.rand(140, 255)), f"{IN} must have shape [140, 256], got [140, 255]"),
+    (having(p140__layer0__attn_out=torch.rand(1, 256)), f"{OUT} must have shape [140, 256], got [1, 256]"),
+    (having(p140__layer7__attn_in=torch.rand(140, 256)), "layer must be in [0, 7), got 7"),
+    (having(p140__layer0__attn_out=torch.zeros(140, 256)), f"{OUT} must be finite, got inf"),
+    (
+        lambda r: r | {"p140.layer0.attn.indexer.score": torch.rand(140, 35)},
+        "index scores need a layer of ratio 4, got ratio 0",
+    ),
+]
+
+
+@pytest.mark.parametrize("change, message", BAD_LAYERS, ids=[message[:40] for _, message in BAD_LAYERS])
+def test_layers(capfd, tmp_path, change, message):
+    record = load_file(GOLDEN / "layers_official.safetensors")
+    record = change({name: record[name] for name in ("p140.ids", IN, OUT)})
+    save_file(record, tmp_path / "layers.safetensors")
+    assert message in refused(capfd, "compare", NANO, "--layers", tmp_path / "layers.safetensors")
+
+
+# ---- synth -----------------------------------------------------------------------------------------------------------
+
+
+SYNTH = [
+    ((NANO / "absent", "out"), "must be accessible, got: No such file or directory"),
+    ((NANO / "tokenizer_config.json", "out"), "config must have the key"),
+    ((NANO, "out", "--layers", 0), "num_hidden_layers must be an integer in 1...7 (the model's layers), got 0"),
+    ((NANO, "out", "--experts", 2), "num_experts_per_tok must be at most n_routed_experts (2), got 6"),
+    ((NANO, "."), "output directory must be absent or empty"),
+]
+
+
+@pytest.mark.parametrize("argv, message", SYNTH, ids=[message[:40] for _, message in SYNTH])
+def test_synth(capfd, tmp_path, argv, message):
+    (tmp_path / "file").write_text("kept")
+    config, out, *flags = argv
+    assert message in refused(capfd, "synth", config, tmp_path / out, *flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
