@@ -119,11 +119,14 @@ class Comparison:
 
 
 _RECORD = re.compile(r"^(p\d+)\.layer(\d+)\.(attn|ffn)_in$")
+_OUTPUTS = {"attn": ("attn_out", "attn.indexer.score", "attn.indexer.topk"), "ffn": ("ffn_out",)}
 KINDS = ("attn_out", "ffn_out", "index_score", "picks_changed")
 
 
 def relative_rms(got: torch.Tensor, want: torch.Tensor) -> float:
     """``rms(got - want) / rms(want)`` over the elements finite in ``want``."""
+    if got.shape != want.shape:
+        raise ValueError(f"recorded values must have shape {list(got.shape)}, got {list(want.shape)}")
     finite = want.isfinite()
     got, want = got[finite].double(), want[finite].double()
     return ((got - want).square().mean().sqrt() / want.square().mean().sqrt()).item()
@@ -137,7 +140,8 @@ def compare(runner: Runner, recorded: Mapping[str, torch.Tensor]) -> Comparison:
             ratio-4 layers, ``attn.indexer.score`` and ``attn.indexer.topk``.
 
     Raises:
-        ValueError: no recorded sublayer, or one that the model does not have or that does not fit the caches.
+        ValueError: no recorded sublayer, one that the model does not have or that does not fit the caches, or an input
+            without an output to compare.
     """
     found = [m for m in map(_RECORD.match, recorded) if m]
     if not found:
@@ -149,6 +153,8 @@ def compare(runner: Runner, recorded: Mapping[str, torch.Tensor]) -> Comparison:
             raise ValueError(f"{match[0]}: layer must be in [0, {len(runner.model.blocks)}), got {layer}")
         if f"{prompt}.ids" not in recorded:
             raise ValueError(f"{match[0]}: the file must also hold {prompt}.ids")
+        if recorded[f"{prompt}.ids"].dim() != 1:
+            raise ValueError(f"{prompt}.ids must have shape [tokens], got {list(recorded[f'{prompt}.ids'].shape)}")
         token_ids = recorded[f"{prompt}.ids"].tolist()
         check_prompt(runner, token_ids, f"{prompt}.ids")
         base = f"{prompt}.layer{layer}"
@@ -157,6 +163,7 @@ def compare(runner: Runner, recorded: Mapping[str, torch.Tensor]) -> Comparison:
             raise ValueError(
                 f"{match[0]} must have shape {[len(token_ids), runner.model.config.hidden_size]}, got {list(x.shape)}"
             )
+        _check_outputs(match[0], [f"{base}.{name}" for name in _OUTPUTS[kind]], x.shape, recorded)
         inputs = runner.inputs([Sequence().segment(token_ids)])
         x = x.to(runner.model.embed.device, runner.model.execution.dtype)
         measure = _compare_attention if kind == "attn" else _compare_ffn
@@ -166,6 +173,19 @@ def compare(runner: Runner, recorded: Mapping[str, torch.Tensor]) -> Comparison:
         kind = next(k for k in KINDS if name.endswith(k))
         worst[kind] = max(worst.get(kind, 0.0), value)
     return Comparison(layers, worst)
+
+
+def _check_outputs(source: str, names: list[str], shape: torch.Size, recorded: Mapping[str, torch.Tensor]) -> None:
+    """At least one of ``names`` is there; the first (the sublayer's output) has the shape of the input."""
+    found = [name for name in names if name in recorded]
+    if not found:
+        raise ValueError(f"{source}: the file must also hold {' or '.join(names)}")
+    for name in found:
+        got = recorded[name].shape
+        if name == names[0] and got != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(got)}")
+        if len(got) != 2 or got[0] != shape[0]:
+            raise ValueError(f"{name} must be a matrix of {shape[0]} rows, got shape {list(got)}")
 
 
 @torch.no_grad()

@@ -35,7 +35,10 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"a checkpoint directory must hold tokenizer.json, got {str(directory)!r}")
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{path} must be a tokenizer file, got: {error}") from error
         names, ids = _read_json(directory / "tokenizer_config.json"), _read_json(directory / "config.json")
         bos_id, eos_id, pad_id = (_special_id(backend, name, names, ids) for name in ("bos", "eos", "pad"))
         if bos_id is None or eos_id is None:
@@ -57,6 +60,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
         """Ids of a text; with ``add_bos`` the beginning-of-sentence id goes first."""
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError(f"text must be valid Unicode, got a lone surrogate in {text!r}")
         ids = self._backend.encode(text, add_special_tokens=False).ids
         return [self.bos_id, *ids] if add_bos else ids
 
