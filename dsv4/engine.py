@@ -90,7 +90,7 @@ _CACHE_FIELDS = ("window", "entries", "index_entries", "state", "index_state")
 
 
 class Engine:
-    """See the module's docstring; make one with :meth:`from_checkpoint`.
+    """See the module's docstring; make one with :meth:`from_checkpoint` or :meth:`from_model`.
 
     Attributes:
         config: the model's config.
@@ -99,6 +99,7 @@ class Engine:
             the prefixes that could have been reused.
         tokenizer: text and ids; ``None`` for a checkpoint without one.
         timings: start-up seconds.
+        loop: the step loop, which owns the scheduler.
         compile_reports: by function (``step``, ``draft``); empty when ``compile`` is ``off``.
     """
 
@@ -113,11 +114,13 @@ class Engine:
     ) -> None:
         self.config, self.settings, self.runner = config, settings, runner
         self.tokenizer, self.timings, self._compiled = tokenizer, timings, compiled
-        self._loop = StepLoop(runner, config, settings)
+        self.loop = StepLoop(runner, config, settings)
         self._num_requests = 0
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path, settings: EngineConfig | None = None, *, progress: bool = True) -> "Engine":
+    def from_checkpoint(
+        cls, path: str | Path, settings: EngineConfig | None = None, *, progress: bool = True
+    ) -> "Engine":
         """Load, then compile.
 
         Args:
@@ -128,18 +131,9 @@ class Engine:
         Raises:
             ValueError: a checkpoint or setting that breaks a rule; nothing is left half-loaded.
         """
-        settings = settings or EngineConfig()
-        path = Path(path)
+        settings, path = settings or EngineConfig(), Path(path)
         config = ModelConfig.from_json(path)
-        if settings.draft_tokens and not config.num_nextn_predict_layers:
-            raise ValueError(
-                f"draft_tokens must be 0 for a model without an MTP block, got {settings.draft_tokens}"
-            )
-        if settings.max_seq_len > config.max_position_embeddings:
-            raise ValueError(
-                f"max_seq_len must be at most max_position_embeddings {config.max_position_embeddings}, "
-                f"got {settings.max_seq_len}"
-            )
+        _check_settings(config, settings)
         tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
         started, execution = time.perf_counter(), settings.execution
         weights = load_weights(
@@ -149,10 +143,28 @@ class Engine:
         model = DeepseekV4(config, execution, weights, max_positions=settings.max_blocks * BLOCK_TOKENS)
         loaded = time.perf_counter() - started
         logger.info("loaded %s in %.1f s", path, loaded)
+        return cls.from_model(model, settings, tokenizer, load_seconds=loaded)
+
+    @classmethod
+    def from_model(
+        cls, model: DeepseekV4, settings: EngineConfig, tokenizer: Tokenizer | None = None, *, load_seconds: float = 0.0
+    ) -> "Engine":
+        """Serve a model built elsewhere, whose ``execution`` must be that of ``settings``.
+
+        Args:
+            model: with RoPE tables for ``settings.max_seq_len``, rounded up to a multiple of 256.
+            settings: how to compile, cache and schedule.
+            tokenizer: without one, prompts are token ids and completions have no text.
+            load_seconds: for :attr:`timings`.
+        """
+        config = model.config
+        _check_settings(config, settings)
+        if model.execution != settings.execution:
+            raise ValueError(f"the model's execution must be {settings.execution}, got {model.execution}")
         num_blocks, num_window_pages = cache_pages(settings, config.sliding_window)
         caches = allocate_caches(
             config,
-            execution,
+            settings.execution,
             num_blocks=num_blocks,
             num_window_pages=num_window_pages,
             num_slots=settings.max_requests,
@@ -165,7 +177,7 @@ class Engine:
         compiled = _compile(runner, settings) if settings.compile != "off" else {}
         reports = [c.report.seconds for c in compiled.values()]
         timings = Timings(
-            load_seconds=loaded,
+            load_seconds=load_seconds,
             trace_seconds=sum(s.trace for s in reports),
             compile_seconds=sum(s.compile for s in reports),
             piece_load_seconds=sum(s.load for s in reports),
@@ -237,7 +249,7 @@ class Engine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params must have one entry per prompt, {len(prompts)}, got {len(each)}")
-        if self._loop.has_work:
+        if self.loop.has_work:
             raise RuntimeError("an engine must serve one batch at a time, got another while a stream is open: close it")
         live: dict[str, _Live] = {}
         try:
@@ -253,20 +265,20 @@ class Engine:
                 live[request_id] = _Live(index, request, self.tokenizer.stream() if self.tokenizer else None)
             yield refused
             started = time.perf_counter()
-            while self._loop.has_work:
+            while self.loop.has_work:
                 self._step(live, on_token, stats)
                 stats.seconds = time.perf_counter() - started
                 ended = [live.pop(key) for key, state in list(live.items()) if state.request.state == "finished"]
                 yield {state.prompt_idx: _completion(state) for state in ended}
         finally:
-            self._loop.abandon(s.request for s in live.values() if s.request.state != "finished")
+            self.loop.abandon(s.request for s in live.values() if s.request.state != "finished")
 
     def _admit(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
         check_token_ids(params.stop_token_ids, self.config.vocab_size, "stop_token_ids")
         ids = self._encode(prompt)
         check_token_ids(ids, self.config.vocab_size, "prompt")
         request = Request(id=request_id, prompt_ids=ids, params=params.with_seed())
-        self._loop.add(request)
+        self.loop.add(request)
         return request
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -275,14 +287,14 @@ class Engine:
                 raise ValueError(f"prompt must be a text or a list of token ids, got {prompt!r}")
             return list(prompt)
         if self.tokenizer is None:
-            raise ValueError(f"a text prompt needs a tokenizer.json in the checkpoint directory, got {prompt!r} without")
+            raise ValueError(f"a text prompt needs a tokenizer.json in the checkpoint directory, got none: {prompt!r}")
         if not prompt:
             raise ValueError("prompt must have at least 1 character, got an empty text")
         ids = self.tokenizer.encode(prompt)
         return ids if ids[:1] == [self.tokenizer.bos_id] else [self.tokenizer.bos_id, *ids]
 
     def _step(self, live: dict[str, _Live], on_token: Callable[[TokenEvent], None], stats: RunStats) -> None:
-        advances = self._loop.step()
+        advances = self.loop.step()
         stats.steps += 1
         for advance in advances:
             state = live[advance.request.id]
@@ -294,6 +306,14 @@ class Engine:
             stats.generated_tokens += len(advance.tokens)
             for event in state.events(advance.tokens):
                 on_token(event)
+
+
+def _check_settings(config: ModelConfig, settings: EngineConfig) -> None:
+    if settings.draft_tokens and not config.num_nextn_predict_layers:
+        raise ValueError(f"draft_tokens must be 0 for a model without an MTP block, got {settings.draft_tokens}")
+    longest = config.max_position_embeddings
+    if settings.max_seq_len > longest:
+        raise ValueError(f"max_seq_len must be at most max_position_embeddings {longest}, got {settings.max_seq_len}")
 
 
 def _completion(state: _Live) -> Completion:
