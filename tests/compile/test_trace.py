@@ -165,6 +165,18 @@ def test_meta_device():
     assert report.piece_nodes[1].aten["aten::addmm"] == report.piece_nodes[1].aten["aten::mm"] == 1
 
 
+def test_report_counts_what_is_left_for_the_compiler():
+    def fn(x):
+        rows = torch.zeros(x.shape[0], 4) + 1  # a factory sees no tensor that would tell it to be fake
+        return torch.ops.toy.norm(x, rows[0], eps=1e-6) @ rows.t()
+
+    x = torch.randn(3, 4)
+    mark_unbacked_sizes({"x": x}, {"x": 0})
+    (nodes,) = compile_model(fn, backend="eager").prepare(x).piece_nodes
+    assert nodes.ops == {"toy::norm": 1}
+    assert nodes.aten.keys() >= {"aten::zeros", "aten::add", "aten::select", "aten::t", "aten::mm"}
+
+
 def test_calls_on_the_meta_device():
     result = compile_model(lambda x: x @ x.t(), backend="eager")(torch.empty(3, 4, device="meta"))
     assert result.is_meta and result.shape == (3, 3)
