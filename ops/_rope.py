@@ -4,11 +4,11 @@ import torch
 
 
 def check(op: str, rope_table: torch.Tensor, dim: int) -> None:
-    """Raise unless ``rope_table`` is fp32 ``[max_positions, rope_dim]`` with an even ``rope_dim`` below ``dim``."""
+    """Raise unless ``rope_table`` is fp32 ``[max_positions, rope_dim]`` with an even ``rope_dim`` up to ``dim``."""
     if rope_table.dim() != 2 or rope_table.dtype != torch.float32:
         raise ValueError(f"{op} rope_table must be 2-D float32, got {rope_table.dim()}-D {rope_table.dtype}")
-    if rope_table.shape[1] % 2 or not 0 < rope_table.shape[1] < dim:
-        raise ValueError(f"{op} rope_dim must be even and in [2, {dim - 1}], got {rope_table.shape[1]}")
+    if rope_table.shape[1] % 2 or not 0 < rope_table.shape[1] <= dim:
+        raise ValueError(f"{op} rope_dim must be even and in [2, {dim}], got {rope_table.shape[1]}")
 
 
 def table_rows(rope_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

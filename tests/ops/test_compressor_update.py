@@ -199,7 +199,7 @@ CPU = torch.device("cpu")
         ({"quantize": "fp6"}, r"quantize must be one of \['none', 'fp8', 'fp4'\], got 'fp6'"),
         ({"cache": torch.randn(4, 64, 5)}, r"cache must be \[pages, rows, 128\], got \[4, 64, 5\]"),
         ({"cache": torch.zeros(4, 100, dtype=torch.uint8)}, r"FP8 cache must be \[pages, page bytes of whole rows\]"),
-        ({"rope_table": torch.randn(9, 7)}, r"rope_dim must be even and in \[2, 127\], got 7"),
+        ({"rope_table": torch.randn(9, 7)}, r"rope_dim must be even and in \[2, 128\], got 7"),
         ({"ratio": 0}, r"ratio must be positive, got 0"),
     ],
 )
