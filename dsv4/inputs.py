@@ -8,7 +8,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from .config import ModelConfig
 from .ops.shapes import BLOCK_TOKENS, WINDOW_PAGE_TOKENS
+
+UNKNOWN_TOKEN = -1  # a row that has an embedding and no token
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Segment:
     """Consecutive rows of one request in one step.
 
     Attributes:
-        token_ids: tokens of the rows.
+        token_ids: tokens of the rows; −1 only in steps whose rows have embeddings of their own.
         start: position of the first row.
         blocks: physical entry block of each logical 256-token block from position 0.
         window_pages: physical window page of each logical 128-token page from position 0; −1 once released.
@@ -73,11 +76,29 @@ class Segment:
     logit_offsets: Sequence[int] = ()
 
 
-def check_token_ids(token_ids: Sequence[int], vocab_size: int, subject: str) -> None:
-    """Raise ``ValueError`` naming the first token id outside ``[0, vocab_size)``."""
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, subject: str, *, lowest: int = 0) -> None:
+    """Raise ``ValueError`` naming the first token id outside ``[lowest, vocab_size)``."""
     for index, token in enumerate(token_ids):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise ValueError(f"{subject}: token id at index {index} must be an integer in [0, {vocab_size}), got {token!r}")
+        if isinstance(token, bool) or not isinstance(token, int) or not lowest <= token < vocab_size:
+            rule = f"must be an integer in [{lowest}, {vocab_size})"
+            raise ValueError(f"{subject}: token id at index {index} {rule}, got {token!r}")
+
+
+def check_embeddings(config: ModelConfig, segments: Sequence[Segment], embeddings: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless ``embeddings`` can replace the embedding lookup of a step of ``segments``.
+
+    Hash-routed layers choose experts by token id, so a model that has them needs every row's token beside its
+    embedding. Without them a row may be known by its embedding alone.
+    """
+    expected = [sum(len(s.token_ids) for s in segments), config.hidden_size]
+    if list(embeddings.shape) != expected:
+        raise ValueError(f"embeddings must have shape {expected}, got {list(embeddings.shape)}")
+    for number, segment in enumerate(segments if config.num_hash_layers else ()):
+        if UNKNOWN_TOKEN in segment.token_ids:
+            raise ValueError(
+                f"request {number}: token ids must come with embeddings for a model with {config.num_hash_layers} hash "
+                f"layers, got {UNKNOWN_TOKEN} at index {list(segment.token_ids).index(UNKNOWN_TOKEN)}"
+            )
 
 
 def build_inputs(
@@ -88,6 +109,7 @@ def build_inputs(
     num_rows: int | None = None,
     num_requests: int | None = None,
     device: torch.device | str = "cpu",
+    embedded: bool = False,
 ) -> StepInputs:
     """Flatten ``segments`` into one step, padded to ``num_rows`` and ``num_requests``.
 
@@ -98,6 +120,7 @@ def build_inputs(
         num_rows: rows after padding; default: no pads.
         num_requests: requests after padding; default: no pads.
         device: where the tensors live.
+        embedded: the rows have embeddings (:func:`check_embeddings`), so a token id may be −1.
 
     Raises:
         ValueError: a token id out of range, a row beyond the tables, or a padded size below the real one.
@@ -112,7 +135,8 @@ def build_inputs(
     tokens, positions, requests, slots, starts, logit_rows = [], [], [], [], [0], []
     block_rows, page_rows = [], []
     for number, segment in enumerate(segments):
-        check_token_ids(segment.token_ids, vocab_size, f"request {number}")
+        lowest = UNKNOWN_TOKEN if embedded else 0
+        check_token_ids(segment.token_ids, vocab_size, f"request {number}", lowest=lowest)
         end = segment.start + len(segment.token_ids)
         if segment.start < 0 or end > max_blocks * BLOCK_TOKENS:
             raise ValueError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .caches import ModelCaches
-from .inputs import Segment, StepInputs, build_inputs
+from .inputs import Segment, StepInputs, build_inputs, check_embeddings
 from .model import DeepseekV4
 from .ops.shapes import BLOCK_TOKENS, WINDOW_PAGE_TOKENS
 
@@ -60,6 +60,20 @@ class Runner:
     def run(self, segments: Rows[Segment], **pads: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits ``[L, V]`` fp32 and streams ``[T, M, D]`` of one step."""
         return self.step(self.inputs(segments, **pads), self.caches)
+
+    @torch.no_grad()
+    def run_embedded(
+        self, segments: Rows[Segment], embeddings: torch.Tensor, **pads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One eager step on ``embeddings [rows, D]`` in place of the tokens' own; see :func:`check_embeddings`."""
+        model = self.model
+        check_embeddings(model.config, segments, embeddings)
+        if embeddings.dtype != model.execution.dtype:
+            raise ValueError(f"embeddings must have dtype {model.execution.dtype}, got {embeddings.dtype}")
+        inputs = self.inputs(segments, embedded=True, **pads)
+        pad_rows = inputs.token_ids.shape[0] - embeddings.shape[0]
+        padded = torch.nn.functional.pad(embeddings, (0, 0, 0, pad_rows))
+        return model.forward_streams(inputs, self.caches, padded)
 
     @torch.no_grad()
     def run_draft(self, segments: Rows[Segment], streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
