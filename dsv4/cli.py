@@ -1,9 +1,9 @@
 """Command line: generate, score, logits, compare, inspect, synth.
 
-With ``--json`` a command writes exactly one JSON object (ASCII, no NaN) to stdout; logs, progress and errors always go to
-stderr. Exit codes: 0 done; 2 the input was refused, with one line on stderr and, with ``--json``, an object with key
-``error``; 130 interrupted; 1 a fault of our own (traceback) or a closed output pipe. ``generate`` serves the good prompts
-of a batch: a refused one has ``error`` in its completion, and only if all were refused is the exit code 2.
+With ``--json`` a command writes exactly one JSON object (ASCII, no NaN) to stdout; logs, progress and errors always go
+to stderr. Exit codes: 0 done; 2 the input was refused, with one line on stderr and, with ``--json``, an object with key
+``error``; 130 interrupted; 1 a fault of our own (traceback) or a closed output pipe. ``generate`` serves the good
+prompts of a batch: a refused one has ``error`` in its completion; the exit code is 2 only if all were refused.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ app = typer.Typer(
     help="DeepSeek-V4 through compiled pieces of custom ops.",
 )
 
-# Newer versions of typer carry a copy of click, whose classes are others: this one is found by its place above BadParameter.
+# Newer versions of typer carry a copy of click with classes of its own; the base class of BadParameter is the right one.
 _UsageError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 Model = Annotated[Path, typer.Argument(help="Checkpoint directory in the official layout.")]

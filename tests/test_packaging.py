@@ -34,7 +34,8 @@ def module_name(path: str) -> str:
 def python(code: str, *, cwd: Path, path: list[Path], executable: Path | str = sys.executable) -> str:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    command = [executable, "-c", code]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -78,7 +79,8 @@ def test_dependencies_cover_the_imports():
 def test_needs_no_optional_library(tmp_path):
     """Every module loads where no optional library can be imported, and none of ours tries to import one."""
     for name in OPTIONAL:
-        (tmp_path / f"{name}.py").write_text(f"import builtins\nbuiltins.tried.append('{name}')\nraise ImportError('{name}')")
+        trap = f"import builtins\nbuiltins.tried.append('{name}')\nraise ImportError('{name}')"
+        (tmp_path / f"{name}.py").write_text(trap)
     code = f"""
 import builtins, importlib, json
 builtins.tried = []
@@ -111,9 +113,8 @@ def test_wheel(tmp_path):
     for name in ("pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]):
         shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
-    subprocess.run(
-        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, source], check=True, cwd=tmp_path, timeout=300
-    )
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, source]
+    subprocess.run(build, check=True, cwd=tmp_path, timeout=300)
     (wheel,) = wheels.glob("dsv4-*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {module_name(path): path for path in MODULES}
@@ -139,6 +140,7 @@ print(sys.modules["dsv4.ops.linear"].__file__)
     assert python(code, cwd=elsewhere, path=[], executable=inner).startswith(str(site))
     prompts = elsewhere / "prompts.json"
     prompts.write_text("[[5, 6, 7]]")
-    command = [home / "bin" / "dsv4", "logits", ROOT / "assets" / "nano", "--prompts", prompts, "--out", "out", "--json"]
+    nano = ROOT / "assets" / "nano"
+    command = [home / "bin" / "dsv4", "logits", nano, "--prompts", prompts, "--out", "out", "--json"]
     done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, timeout=300, check=True)
     assert json.loads(done.stdout) == {"out": "out", "prompts": 1, "vocab": 2048}

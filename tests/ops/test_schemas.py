@@ -88,7 +88,8 @@ dsv4::sparse_attention(Tensor q, Tensor window_cache, Tensor entry_cache, Tensor
 def documented(text: str) -> dict[str, tuple[str, str]]:
     """Op name -> (role, schema) of the code blocks under ``## Schemas: <kind of ops>``."""
     found: dict[str, tuple[str, str]] = {}
-    for heading, block in re.findall(r"^## Schemas: ([a-z ]+?)(?: \(.*\))?\n+```\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+    section = re.compile(r"^## Schemas: ([a-z ]+?)(?: \(.*?\))?\n+```\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    for heading, block in section.findall(text):
         block = re.sub(r" *#.*", "", block)
         for entry in filter(None, map(str.strip, re.split(r"\n(?=\w)", f"\n{block}"))):
             schema = " ".join(entry.split())
