@@ -29,7 +29,7 @@ app = typer.Typer(
     help="DeepSeek-V4 through compiled pieces of custom ops.",
 )
 
-# Newer versions of typer carry a copy of click with classes of its own; the base class of BadParameter is the right one.
+# Newer versions of typer carry a copy of click with classes of its own; this is the one that BadParameter derives from.
 _UsageError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 Model = Annotated[Path, typer.Argument(help="Checkpoint directory in the official layout.")]
