@@ -140,7 +140,8 @@ def build_inputs(
         end = segment.start + len(segment.token_ids)
         if segment.start < 0 or end > max_blocks * BLOCK_TOKENS:
             raise ValueError(
-                f"request {number}: positions must lie in [0, {max_blocks * BLOCK_TOKENS}), got [{segment.start}, {end})"
+                f"request {number}: positions must lie in [0, {max_blocks * BLOCK_TOKENS}), "
+                f"got [{segment.start}, {end})"
             )
         first = len(tokens)
         tokens.extend(segment.token_ids)

@@ -27,7 +27,7 @@ def ids_around(vocab_size: int) -> list[int]:
     return [0, vocab_size - 1, vocab_size, -1, 2**31 - 1]
 
 
-# ---- host code in the traced path -------------------------------------------------------------------------------------
+# ---- host code in the traced path ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)
@@ -79,7 +79,7 @@ def test_fake_tensors(numerics):
                 assert value.shape == (rows, 4, 96) and value.dtype == mode.dtype
 
 
-# ---- ids used as indices ----------------------------------------------------------------------------------------------
+# ---- ids used as indices ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -165,10 +165,12 @@ def test_wrong_embeddings_are_refused(checkpoints):
         runner.run(segments)
 
 
-# ---- steps without rows -----------------------------------------------------------------------------------------------
+# ---- steps without rows ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pads", [{}, {"num_rows": 5}, {"num_rows": 5, "num_requests": 3}, {"num_requests": 3}], ids=str)
+@pytest.mark.parametrize(
+    "pads", [{}, {"num_rows": 5}, {"num_rows": 5, "num_requests": 3}, {"num_requests": 3}], ids=str
+)
 @pytest.mark.parametrize("numerics, storage", [("exact", "fp32"), ("official", "bf16"), ("official", "fp8")])
 def test_steps_without_rows(nano_model, numerics, storage, pads):
     model = nano_model(numerics)
@@ -188,7 +190,7 @@ def test_steps_without_rows(nano_model, numerics, storage, pads):
         assert torch.equal(old.flatten().view(torch.uint8), new.flatten().view(torch.uint8))
 
 
-# ---- the RoPE base of each kind of layer --------------------------------------------------------------------------------
+# ---- the RoPE base of each kind of layer -----------------------------------------------------------------------------
 
 
 class Calls(TorchDispatchMode):
@@ -230,7 +232,8 @@ def rotated_values(runner: Runner, layer: int, x: torch.Tensor, positions: range
     with torch.no_grad(), Calls() as calls:
         attention(x, inputs, cache)
     assert calls.last["grouped_o_proj"][1] is attention.rope_table  # un-rotates with the same table
-    values = {"q": calls.last["sparse_attention"][0], "window": cache.window.flatten(0, 1)[positions.start : positions.stop]}
+    window = cache.window.flatten(0, 1)[positions.start : positions.stop]
+    values = {"q": calls.last["sparse_attention"][0], "window": window}
     if attention.ratio:
         first, last = positions.start // attention.ratio, positions.stop // attention.ratio
         values["entries"] = cache.entries.flatten(0, 1)[first:last]
@@ -240,7 +243,7 @@ def rotated_values(runner: Runner, layer: int, x: torch.Tensor, positions: range
 
 
 @pytest.mark.parametrize("ratio, layer", [(0, 1), (4, 2)])
-def test_rope_base_of_each_kind(make_runner, monkeypatch, ratio, layer):
+def test_rope_base_of_each_kind(make_runner, ratio, layer):
     """The same layer input, rotated by its own table and, with a table of ones and zeros, not at all."""
     positions = range(1000, 1140)
     x = torch.randn(len(positions), 256, generator=torch.Generator().manual_seed(8))
@@ -248,9 +251,12 @@ def test_rope_base_of_each_kind(make_runner, monkeypatch, ratio, layer):
     attention = runner.model.blocks[layer].attn
     assert attention.ratio == ratio
     actual = rotated_values(runner, layer, x, positions)
-    identity = torch.cat((torch.ones(2048, 32), torch.zeros(2048, 32)), 1)
-    monkeypatch.setattr(attention, "rope_table", identity)
-    still = rotated_values(make_runner(), layer, x, positions)
+    own = attention.rope_table
+    attention.rope_table = torch.cat((torch.ones(2048, 32), torch.zeros(2048, 32)), 1)
+    try:
+        still = rotated_values(make_runner(), layer, x, positions)
+    finally:
+        attention.rope_table = own
     firsts = range(positions.start, positions.stop, 4)
     assert set(actual) == ({"q", "window", "entries", "index_q", "index_k"} if ratio else {"q", "window"})
     for name, value in still.items():

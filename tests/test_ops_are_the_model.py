@@ -13,14 +13,23 @@ from dsv4.execution import Execution
 from dsv4.inspection import meta_runner
 from dsv4.runner import Runner
 
-from .tiny_model import Outputs, TinyCheckpoint, different_rows, place, random_tokens, run_parts, runner_of, tiny_config
+from .tiny_model import (
+    Outputs,
+    TinyCheckpoint,
+    different_rows,
+    place,
+    random_tokens,
+    run_parts,
+    runner_of,
+    tiny_config,
+)
 
 NUMERICS = ("exact", "official")
 MODEL_OPS = tuple(name for name, spec in ops.specs().items() if spec.role == "model")
 QUANTISED_ONLY = {"quant_fp8", "fp8_linear"}
 GLUE = {
-    "aten::add", "aten::clone", "aten::empty", "aten::empty_like", "aten::index_select", "aten::select", "aten::unsqueeze",
-    "aten::view", "aten::_to_copy",
+    "aten::add", "aten::clone", "aten::empty", "aten::empty_like", "aten::index_select", "aten::select",
+    "aten::unsqueeze", "aten::view", "aten::_to_copy",
 }  # fmt: skip
 
 

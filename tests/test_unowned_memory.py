@@ -52,7 +52,7 @@ def continued(runner: Runner, tokens: list[int], prompt: int) -> Outputs:
     return joined(steps)
 
 
-# ---- rows of earlier requests -------------------------------------------------------------------------------------------
+# ---- rows of earlier requests ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("numerics, storage", KINDS)
@@ -86,7 +86,7 @@ def test_short_prompt_after_a_long_one_in_the_engine(nano_model, numerics):
         assert torch.equal(after, fresh)
 
 
-# ---- pages that a request does not own ----------------------------------------------------------------------------------
+# ---- pages that a request does not own -------------------------------------------------------------------------------
 
 
 def poison(caches: ModelCaches, byte: int | None) -> None:
@@ -139,7 +139,7 @@ def test_a_poisoned_row_that_is_read_is_seen(tiny):
     assert not out["logits"].isfinite().all()
 
 
-# ---- pads ---------------------------------------------------------------------------------------------------------------
+# ---- pads ------------------------------------------------------------------------------------------------------------
 
 
 def step(model: DeepseekV4, runner: Runner, inputs: StepInputs) -> Outputs:
