@@ -51,7 +51,7 @@ def test_more_prompts_than_requests(nano_model, golden):
     assert any({len(s.token_ids) for s in step.segments} == {1, 5} for step in steps), "prefill beside decode"
 
 
-@pytest.mark.parametrize("chunk, budget", [(7, 1024), (100, 1024), (256, 33)])
+@pytest.mark.parametrize("chunk, budget", [(13, 1024), (100, 1024), (256, 33)])
 def test_chunked_prefill(nano_model, golden, chunk, budget):
     engine = make_engine(nano_model, chunk_tokens=chunk, token_budget=budget)
     steps = record_steps(engine)
