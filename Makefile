@@ -11,10 +11,12 @@ demo: $(VENV)/.runtime
 	$(BIN)/python tools/demo.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest --ignore tests/kernels -m "not slow and not gpu"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -m "not slow"
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest --ignore tests/kernels -m "not gpu"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 
 $(VENV)/.runtime: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

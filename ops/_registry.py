@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from . import _runtime
 from .shapes import Shape
 
 NAMESPACE = "dsv4"
@@ -56,6 +57,7 @@ class OpSpec:
         fake: shape and dtype propagation.
         example: builds random valid arguments.
         prewarm_cases: ``(shape, device, max_tokens) -> Sequence[PrewarmCase]``.
+        cuda: dispatch to CUDA kernels, or ``None`` while the op has none.
     """
 
     name: str
@@ -65,7 +67,8 @@ class OpSpec:
     reference: Callable[..., Any]
     fake: Callable[..., Any]
     example: Example
-    prewarm_cases: Callable[[Shape, torch.device, int], Sequence[PrewarmCase]]
+    prewarm_cases: "Cases"
+    cuda: Callable[..., Any] | None
 
     @property
     def qualname(self) -> str:
@@ -76,6 +79,7 @@ class OpSpec:
         return getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
 
+Cases = Callable[[Shape, torch.device, int], Sequence[PrewarmCase]]
 _specs: dict[str, OpSpec] = {}
 
 
@@ -86,7 +90,8 @@ def register(
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     example: Example,
-    prewarm_cases: Callable[[Shape, torch.device, int], Sequence[PrewarmCase]] | None = None,
+    cuda: Callable[..., Any] | None = None,
+    cuda_cases: Cases | None = None,
     role: Role = "model",
     boundary: bool = False,
 ) -> torch._ops.OpOverload:
@@ -98,15 +103,19 @@ def register(
         reference: CPU kernel. Its outputs never alias its inputs.
         fake: meta kernel; allocates through the same function as the reference.
         example: random valid arguments, shared by the contract tests, the prewarm and the benchmark.
-        prewarm_cases: enumerates the dispatcher's results; defaults to the single reference specialisation, which is
-            right for an op that has no compiled kernel.
+        cuda: CUDA dispatch: picks the specialisation and launches it. It imports its kernel module when first called,
+            so that importing this package needs no kernel library.
+        cuda_cases: enumerates everything ``cuda`` can pick for a shape, dtype by dtype; required with ``cuda``.
         role: see :class:`OpSpec`.
         boundary: whether piecewise compilation cuts here by default.
     """
     if name in _specs:
         raise RuntimeError(f"op {NAMESPACE}::{name} must be registered once, got a second registration")
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    if (cuda is None) != (cuda_cases is None):
+        raise RuntimeError(f"op {NAMESPACE}::{name} must give cuda and cuda_cases together")
     _library.impl(name, reference, "CPU")
+    _library.impl(name, _cuda_entry(name, reference, cuda), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     spec = OpSpec(
         name=name,
@@ -116,22 +125,38 @@ def register(
         reference=reference,
         fake=fake,
         example=example,
-        prewarm_cases=prewarm_cases or _reference_cases(name, example),
+        prewarm_cases=_cases(name, example, cuda_cases),
+        cuda=cuda,
     )
     _specs[name] = spec
     return spec.overload
 
 
-def _reference_cases(name: str, example: Example) -> Callable[[Shape, torch.device, int], Sequence[PrewarmCase]]:
+def _cuda_entry(name: str, reference: Callable[..., Any], cuda: Callable[..., Any] | None) -> Callable[..., Any]:
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        if _runtime.references_in_use():
+            return reference(*args, **kwargs)
+        if cuda is None:
+            raise _no_kernel(name, "cuda")
+        return cuda(*args, **kwargs)
+
+    return entry
+
+
+def _no_kernel(name: str, device: object) -> NotImplementedError:
+    return NotImplementedError(f"{NAMESPACE}::{name} has no kernel for device {device}: run on the CPU")
+
+
+def _cases(name: str, example: Example, cuda_cases: Cases | None) -> Cases:
     def cases(shape: Shape, device: torch.device, max_tokens: int) -> Sequence[PrewarmCase]:
-        if torch.device(device).type != "cpu":
-            raise NotImplementedError(
-                f"{NAMESPACE}::{name} has kernels for device types ['cpu'], got {device}: run on the CPU"
-            )
-        dtype = torch.float32
+        device = torch.device(device)
+        if device.type == "cuda" and cuda_cases is not None:
+            return cuda_cases(shape, device, max_tokens)
+        if device.type != "cpu":
+            raise _no_kernel(name, device)
 
         def arguments() -> Arguments:
-            return example(shape, num_tokens=min(2, max_tokens), device=torch.device(device), dtype=dtype, seed=0)
+            return example(shape, num_tokens=min(2, max_tokens), device=device, dtype=torch.float32, seed=0)
 
         return (PrewarmCase(op=name, key=(name, "reference"), arguments=arguments),)
 

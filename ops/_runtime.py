@@ -4,13 +4,19 @@ No Python object crosses an op boundary, so a communication op names its group b
 rank alone: it always exists, has one rank and cannot be registered. Any other name must be registered first; an
 unknown name is an error, never a group of one, because a mistyped name would drop the other ranks' work silently.
 
-The warm-key set holds the :class:`~dsv4.ops.PrewarmCase` keys whose kernels are compiled and loaded in this process.
+The warm-key set holds the :class:`~dsv4.ops.PrewarmCase` keys whose kernels are compiled and loaded in this process. A
+launch under a cold key compiles, which takes seconds; while a stream is being captured that is an error, because the
+driver would allow it and stall silently.
 
 Every function may be called from any thread.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
+
+import torch
 
 SELF = ""
 Key = tuple[str | int, ...]
@@ -25,6 +31,11 @@ class Group(Protocol):
 _lock = threading.Lock()
 _groups: dict[str, Group] = {}
 _warm: set[Key] = set()
+_references = False
+
+
+class ColdKernelError(RuntimeError):
+    """A kernel specialisation was needed during stream capture that was not compiled before."""
 
 
 def register_group(name: str, group: Group) -> None:
@@ -82,3 +93,29 @@ def warm_keys() -> frozenset[Key]:
     """The warm keys at this moment."""
     with _lock:
         return frozenset(_warm)
+
+
+def require_warm(key: Key) -> None:
+    """Raise :class:`ColdKernelError` if ``key`` is cold while the current CUDA stream is being captured."""
+    if key in _warm:  # membership of a set is atomic; the hot path takes no lock
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ColdKernelError(
+            f"kernel specialisation must be warm before stream capture, got cold key {key}: "
+            "run the prewarm outside capture first"
+        )
+
+
+@contextmanager
+def use_references(enabled: bool = True) -> Iterator[None]:
+    """Run the references in place of the CUDA kernels inside the block, to tell a kernel's fault from the model's."""
+    global _references
+    before, _references = _references, enabled
+    try:
+        yield
+    finally:
+        _references = before
+
+
+def references_in_use() -> bool:
+    return _references

@@ -9,7 +9,7 @@ Source: RMSNorm of the official inference code (Zhang and Sennrich, 2019).
 
 import torch
 
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from ._rows import rms_normalize
 from .shapes import Shape
 
@@ -36,10 +36,36 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return (x, weight), {"eps": shape.eps}
 
 
+def cuda(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    from . import rms_norm_kernel
+
+    out = _alloc(x, weight)
+    rms_norm_kernel.run(x, weight, out, eps)
+    return out
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """One specialisation per width and dtype pair that the model normalises: query latents, and MTP's hidden rows."""
+    from . import rms_norm_kernel
+
+    cases = []
+    for width in dict.fromkeys((shape.q_lora_rank, shape.hidden)):
+
+        def arguments(width: int = width) -> Arguments:
+            x = torch.ones(1, width, dtype=torch.bfloat16, device=device)
+            return (x, torch.ones(width, dtype=torch.bfloat16, device=device)), {"eps": shape.eps}
+
+        sample = torch.empty(1, width, dtype=torch.bfloat16, device="meta")
+        cases.append(PrewarmCase(op="rms_norm", key=rms_norm_kernel.key(sample, sample[0]), arguments=arguments))
+    return tuple(cases)
+
+
 rms_norm = register(
     "rms_norm",
     "(Tensor x, Tensor weight, *, float eps) -> Tensor",
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )

@@ -1,0 +1,69 @@
+"""Launching Triton kernels: warm-key guard, and a recorder that tests use to compile every launch ahead of time.
+
+This module does not import triton; kernel modules (``ops/*_kernel.py``) do, and are imported when first launched.
+Kernels declare their token counts and other run-time integers in ``do_not_specialize``, so that a launch's key is its
+constants and dtypes alone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import _runtime
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: ``kernel[grid](*args, **meta)`` under ``key``."""
+
+    key: _runtime.Key
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    meta: dict[str, Any]
+
+
+_recorded: list[Launch] | None = None
+
+
+def launch(key: _runtime.Key, kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+    """Run ``kernel[grid](*args, **meta)``; an empty grid does nothing.
+
+    Args:
+        key: names the specialisation: everything that makes Triton compile another binary.
+        kernel: a ``triton.jit`` function.
+        grid: programs per axis.
+        args: run-time arguments.
+        meta: constexpr arguments, ``num_warps`` and ``num_stages``.
+
+    Raises:
+        ColdKernelError: the key is cold while the stream is being captured.
+    """
+    if _recorded is not None:
+        _recorded.append(Launch(key, kernel, grid, args, meta))
+        return
+    if 0 in grid:
+        return
+    _runtime.require_warm(key)
+    kernel[grid](*args, **meta)
+    if not _runtime.is_warm(key):
+        _runtime.mark_warm(key)
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Record launches instead of running them."""
+    global _recorded
+    before, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = before
+
+
+def dtype_key(*tensors: torch.Tensor) -> tuple[str, ...]:
+    """Dtype names of ``tensors`` for a launch key."""
+    return tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
