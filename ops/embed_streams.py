@@ -36,7 +36,7 @@ def reference(
     vocab = weight.shape[0]
     ids = token_ids.long()
     inside = ((ids >= 0) & (ids < vocab)).unsqueeze(-1)
-    rows = torch.where(inside, weight[ids.clamp(0, vocab - 1)], torch.zeros((), dtype=weight.dtype))
+    rows = torch.where(inside, weight[ids.clamp(0, vocab - 1)], weight.new_zeros(()))
     return out.copy_(rows.unsqueeze(1))
 
 

@@ -74,7 +74,7 @@ def reference(
         request = row_requests[rows[0]]
         reach = int(visible[rows].max())
         for first in range(0, reach, tile):
-            entries = torch.arange(first, first + tile if deterministic else min(first + tile, reach))
+            entries = torch.arange(first, first + tile if deterministic else min(first + tile, reach), device=q.device)
             slots = _paged.slots(block_tables, request, entries, _paged.page_rows(cache, q.shape[2]))
             keys = _paged.read(cache, slots, q.shape[2]).float()
             for part in rows.split(rows_per_pass):

@@ -43,7 +43,7 @@ def reference(scores: torch.Tensor, positions: torch.Tensor, *, ratio: int, topk
 
 def _pick(scores: torch.Tensor, visible: torch.Tensor, count: int) -> torch.Tensor:
     num_entries = scores.shape[1]
-    keep = (torch.arange(num_entries) < visible) & (scores > -torch.inf)
+    keep = (torch.arange(num_entries, device=scores.device) < visible) & (scores > -torch.inf)
     value = torch.where(keep, scores + 0.0, -torch.inf)  # adding zero turns −0 into +0: they tie
     value, order = value.sort(dim=1, descending=True, stable=True)
     chosen = torch.where(value[:, :count] > -torch.inf, order[:, :count], num_entries).sort(dim=1).values

@@ -38,7 +38,7 @@ def reference(outs: torch.Tensor, lses: torch.Tensor, sink: torch.Tensor) -> tup
     maximum = lses.amax(0)
     empty = maximum == -torch.inf
     maximum = maximum.masked_fill(empty, 0.0)
-    total, weighted = torch.zeros_like(maximum), torch.zeros(out.shape)
+    total, weighted = torch.zeros_like(maximum), torch.zeros(out.shape, device=out.device)
     for part, part_lse in zip(outs, lses, strict=True):
         mass = torch.exp(part_lse - maximum)
         total += mass

@@ -181,7 +181,7 @@ def _row_groups(
 def _window_index(positions: torch.Tensor, window: int) -> torch.Tensor:
     """Positions ``[rows, window]`` inside the window of each row, oldest first, then −1."""
     positions = positions.unsqueeze(1)
-    index = (positions - window + 1).clamp_min(0) + torch.arange(window)
+    index = (positions - window + 1).clamp_min(0) + torch.arange(window, device=positions.device)
     return torch.where(index <= positions, index, -1)
 
 
