@@ -11,7 +11,7 @@ Source: ``fp4_act_quant`` of the official inference code; packing of its ``conve
 import torch
 
 from . import _formats
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 
@@ -41,11 +41,37 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return (torch.randn(num_tokens, shape.expert_hidden, generator=g).to(device, dtype),), {}
 
 
+def cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bitwise the reference; blocks are independent of each other."""
+    from . import quant_fp4_kernel
+
+    packed, scale = _alloc(x)
+    quant_fp4_kernel.run(x, packed, scale)
+    return packed, scale
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """One specialisation per dtype; its width does not matter."""
+    from . import quant_fp4_kernel
+
+    cases = []
+    for dtype in (torch.float32, torch.bfloat16):
+
+        def arguments(dtype: torch.dtype = dtype) -> Arguments:
+            return (torch.ones(1, _formats.FP4_BLOCK, dtype=dtype, device=device),), {}
+
+        key = quant_fp4_kernel.key(torch.empty(1, _formats.FP4_BLOCK, dtype=dtype, device="meta"))
+        cases.append(PrewarmCase(op="quant_fp4", key=key, arguments=arguments))
+    return tuple(cases)
+
+
 quant_fp4 = register(
     "quant_fp4",
     "(Tensor x) -> (Tensor packed, Tensor scale)",
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
     role="tool",
 )

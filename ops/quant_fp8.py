@@ -12,7 +12,7 @@ Source: ``act_quant`` of the official inference code, current revision.
 import torch
 
 from . import _formats
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 
@@ -40,4 +40,36 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return (torch.randn(num_tokens, shape.hidden, generator=g).to(device, dtype),), {}
 
 
-quant_fp8 = register("quant_fp8", "(Tensor x) -> (Tensor, Tensor)", reference=reference, fake=fake, example=example)
+def cuda(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bitwise the reference; blocks are independent of each other, so every call is deterministic."""
+    from . import quant_fp8_kernel
+
+    codes, scale = _alloc(x)
+    quant_fp8_kernel.run(x, codes, scale)
+    return codes, scale
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """One specialisation per kind of width that the model quantises: whole blocks, or a partial last one."""
+    from . import quant_fp8_kernel
+
+    cases = {}
+    for width in (shape.hidden, shape.q_lora_rank, shape.o_groups * shape.o_lora_rank, shape.expert_hidden):
+
+        def arguments(width: int = width) -> Arguments:
+            return (torch.ones(1, width, dtype=torch.bfloat16, device=device),), {}
+
+        key = quant_fp8_kernel.key(torch.empty(1, width, dtype=torch.bfloat16, device="meta"))
+        cases.setdefault(key, PrewarmCase(op="quant_fp8", key=key, arguments=arguments))
+    return tuple(cases.values())
+
+
+quant_fp8 = register(
+    "quant_fp8",
+    "(Tensor x) -> (Tensor, Tensor)",
+    reference=reference,
+    fake=fake,
+    example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
+)
