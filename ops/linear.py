@@ -9,7 +9,7 @@ Source: ``linear`` of the official inference code for unquantised weights.
 
 import torch
 
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from ._rows import product
 from .shapes import Shape
 
@@ -43,10 +43,45 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return (x, weight), {"dtype": torch.float32, "deterministic": True}
 
 
+def cuda(x: torch.Tensor, weight: torch.Tensor, *, dtype: torch.dtype, deterministic: bool) -> torch.Tensor:
+    """One kernel whose rows never depend on each other: ``deterministic`` changes nothing."""
+    from . import linear_kernel
+
+    out = _alloc(x, weight, dtype)
+    linear_kernel.run(x, weight, out)
+    return out
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """Per token tile: fp32 weights with an fp32 result (router, compressor, head), bf16 weights with a bf16 result.
+
+    Widths only matter by what divides them; the inputs of every matrix of the model are covered.
+    """
+    from . import _matmul_tiles, linear_kernel
+
+    cases = {}
+    widths = (shape.hidden, shape.q_lora_rank, shape.o_groups * shape.o_lora_rank, shape.expert_hidden)
+    for count in _matmul_tiles.sample_counts(max_tokens):
+        for width in widths:
+            for kind in _DTYPES:
+
+                def arguments(count: int = count, width: int = width, kind: torch.dtype = kind) -> Arguments:
+                    x = torch.ones(count, width, dtype=torch.bfloat16, device=device)
+                    weight = torch.ones(1, width, dtype=kind, device=device)
+                    return (x, weight), {"dtype": kind, "deterministic": True}
+
+                x = torch.empty(count, width, dtype=torch.bfloat16, device="meta")
+                key = linear_kernel.key(x, torch.empty(1, width, dtype=kind, device="meta"), kind)
+                cases.setdefault(key, PrewarmCase(op="linear", key=key, arguments=arguments))
+    return tuple(cases.values())
+
+
 linear = register(
     "linear",
     "(Tensor x, Tensor weight, *, ScalarType dtype, bool deterministic) -> Tensor",
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )

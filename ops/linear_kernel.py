@@ -1,0 +1,61 @@
+"""Dense product ``x @ weight.T``; tiles, their order and the arithmetic are those of ``_matmul_tiles``."""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import _matmul_tiles as tiles
+from ._triton import dtype_key, launch
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_outs", "units", "out_stride"])
+def _linear(
+    x_ptr, weight_ptr, out_ptr, num_tokens, num_outs, units, out_stride, unit: tl.constexpr, outs: tl.constexpr,
+    tokens: tl.constexpr, step: tl.constexpr, group: tl.constexpr,
+):  # fmt: skip
+    first_out, first_token = tiles.place(tl.program_id(0), num_outs, num_tokens, outs, tokens, group)
+    width = units * unit  # a product, so that the compiler knows the alignment of the rows
+    out = tl.arange(0, outs)
+    token = tl.arange(0, tokens)
+    column = tl.arange(0, step)
+    out_inside = out < num_outs - first_out
+    token_inside = token < num_tokens - first_token
+    weight_tile = weight_ptr + first_out * width + out[:, None] * width + column[None, :]
+    x_tile = x_ptr + first_token * width + token[:, None] * width + column[None, :]
+    total = tl.zeros((outs, tokens), tl.float32)
+    for start in range(0, width, step):
+        if unit == step:
+            weight = tl.load(weight_tile, mask=out_inside[:, None], other=0.0)
+            x = tl.load(x_tile, mask=token_inside[:, None], other=0.0)
+        else:
+            inside = (column < width - start)[None, :]
+            weight = tl.load(weight_tile, mask=out_inside[:, None] & inside, other=0.0)
+            x = tl.load(x_tile, mask=token_inside[:, None] & inside, other=0.0)
+        total = tiles.multiply(weight, x, total)
+        weight_tile += step
+        x_tile += step
+    target = out_ptr + first_token * out_stride + first_out + token[:, None] * out_stride + out[None, :]
+    result = tl.trans(total).to(out_ptr.dtype.element_ty)
+    tl.store(target, result, mask=token_inside[:, None] & out_inside[None, :])
+
+
+def _options(x: torch.Tensor, weight: torch.Tensor) -> dict[str, int]:
+    options = tiles.dense_options(tiles.dense_tile(x.shape[0], x), x, weight)
+    return {"unit": tiles.width_unit(x.shape[1], options["step"]), **options}
+
+
+def key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> tuple[str | int, ...]:
+    """What the launch for these tensors and this result dtype is specialised on."""
+    options = _options(x, weight)
+    return ("linear", options["tokens"], options["unit"], *dtype_key(x, weight), str(dtype).removeprefix("torch."))
+
+
+def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """``out [T, N] = x [T, K] @ weight[N, K].T`` with fp32 accumulation, rounded once."""
+    num_tokens, width = x.shape
+    options = _options(x, weight)
+    grid = triton.cdiv(num_tokens, options["tokens"]) * triton.cdiv(weight.shape[0], options["outs"])
+    launch(
+        key(x, weight, out.dtype), _linear, (grid,), x.contiguous(), weight.contiguous(), out, num_tokens,
+        weight.shape[0], width // options["unit"], out.stride(0), group=tiles.GROUP, **options,
+    )  # fmt: skip

@@ -1,0 +1,25 @@
+"""Whether an op's prewarm cases launch what they name."""
+
+import importlib
+
+import torch
+from dsv4.ops import _triton
+from dsv4.ops.shapes import Shape
+
+from dsv4 import ops
+
+
+def launched(spec: ops.OpSpec, args: tuple, kwargs: dict) -> set:
+    """Keys of the kernels that one call launches; the kernels do not run."""
+    with _triton.recording() as calls:
+        spec.cuda(*args, **kwargs)
+    return {call.key for call in calls}
+
+
+def enumerated(spec: ops.OpSpec, shape: Shape, max_tokens: int) -> set:
+    """Keys of the op's cases, each of which must be among the launches of its own arguments."""
+    cases = importlib.import_module(f"dsv4.ops.{spec.name}").cuda_cases(shape, torch.device("cpu"), max_tokens)
+    for case in cases:
+        assert case.op == spec.name and case.key in launched(spec, *case.arguments())
+    assert len({case.key for case in cases}) == len(cases)
+    return {case.key for case in cases}
