@@ -5,6 +5,7 @@ of the row alone, and rounds where ``_formats``, ``_rope`` and ``_paged`` round.
 cache row are ``[n, 1]``, or scalars for a tile of one row.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -30,6 +31,18 @@ def tile_width(dim: int) -> int:
     if dim % 2:
         raise NotImplementedError(f"CUDA kernels need vectors of an even number of dimensions, got {dim}")
     return max(16, triton.next_power_of_2(dim))
+
+
+def names(*dtypes: torch.dtype) -> tuple[str, ...]:
+    """Dtypes as a launch key holds them."""
+    return tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def in_place(op: str, buffer: torch.Tensor) -> torch.Tensor:
+    """``buffer`` itself, which a kernel changes in place and therefore needs contiguous."""
+    if not buffer.is_contiguous():
+        raise ValueError(f"{op} buffers that are written must be contiguous, got strides {list(buffer.stride())}")
+    return buffer
 
 
 @triton.jit

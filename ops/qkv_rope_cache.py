@@ -14,9 +14,9 @@ Source: ``Attention.forward`` of the official inference code.
 
 import torch
 
-from . import _formats, _paged, _rope
+from . import _cases, _formats, _paged, _rope
 from ._example_rows import example_rope_table, example_rows
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from ._rows import rms_normalize
 from .shapes import WINDOW_PAGE_TOKENS, Shape
 
@@ -51,6 +51,13 @@ def _alloc(
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
+def _check_rows(*tensors: torch.Tensor) -> None:
+    """Not in the fake: its row counts may be unbacked."""
+    rows = [t.shape[0] for t in tensors]
+    if len(set(rows)) > 1:
+        raise ValueError(f"qkv_rope_cache q, kv, positions and window_slots must have equal rows, got {rows}")
+
+
 def reference(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -65,9 +72,7 @@ def reference(
 ) -> torch.Tensor:
     """Return the normalised, rotated queries and write the step's keys (which are also its values)."""
     out = _alloc(q, kv, kv_norm_weight, rope_table, positions, window_slots, window_cache)
-    if {kv.shape[0], positions.shape[0], window_slots.shape[0]} != {q.shape[0]}:
-        rows = [t.shape[0] for t in (q, kv, positions, window_slots)]
-        raise ValueError(f"qkv_rope_cache q, kv, positions and window_slots must have equal rows, got {rows}")
+    _check_rows(q, kv, positions, window_slots)
     angles = _rope.table_rows(rope_table, positions)
     keys = _rope.rotate(rms_normalize(kv, kv_norm_weight, eps), angles)
     if quantize:
@@ -117,6 +122,49 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return args, {"eps": shape.eps, "quantize": dtype == torch.bfloat16}
 
 
+def cuda(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    kv_norm_weight: torch.Tensor,
+    rope_table: torch.Tensor,
+    positions: torch.Tensor,
+    window_slots: torch.Tensor,
+    window_cache: torch.Tensor,
+    *,
+    eps: float,
+    quantize: bool,
+) -> torch.Tensor:
+    from . import qkv_rope_cache_kernel
+
+    out = _alloc(q, kv, kv_norm_weight, rope_table, positions, window_slots, window_cache)
+    _check_rows(q, kv, positions, window_slots)
+    qkv_rope_cache_kernel.run(
+        q, kv, kv_norm_weight, rope_table, positions, window_slots, window_cache, out, eps, quantize
+    )
+    return out
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """bf16 rows, for every cache a bf16 model can have."""
+    from . import qkv_rope_cache_kernel
+
+    cases = []
+    for quantize, dtype in _cases.cache_formats(shape.head_dim):
+
+        def arguments(quantize: bool = quantize, dtype: torch.dtype = dtype) -> Arguments:
+            args, kwargs = example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
+            cache = _cases.empty_cache(
+                args[-1].shape[0], WINDOW_PAGE_TOKENS, shape.head_dim, dtype=dtype, device=device
+            )
+            return (*args[:-1], cache), kwargs | {"quantize": quantize}
+
+        key = qkv_rope_cache_kernel.key(
+            shape.head_dim, shape.rope_dim, WINDOW_PAGE_TOKENS, quantize, torch.bfloat16, dtype
+        )
+        cases.append(PrewarmCase(op="qkv_rope_cache", key=key, arguments=arguments))
+    return tuple(cases)
+
+
 qkv_rope_cache = register(
     "qkv_rope_cache",
     "(Tensor q, Tensor kv, Tensor kv_norm_weight, Tensor rope_table, Tensor positions, Tensor window_slots, "
@@ -124,4 +172,6 @@ qkv_rope_cache = register(
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )
