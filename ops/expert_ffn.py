@@ -17,7 +17,7 @@ import torch
 
 from . import _experts
 from ._formats import encode_e8m0, pack_fp4, quantize_fp4
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .quant_fp8 import reference as quant_fp8
 from .shapes import Shape
 
@@ -126,6 +126,70 @@ def _fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pack_fp4(codes), encode_e8m0(scale)
 
 
+def cuda(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    *,
+    limit: float,
+    deterministic: bool,
+) -> torch.Tensor:
+    """Grouped products over blocks of (row, expert) pairs; ``deterministic`` only fixes the size of the blocks."""
+    from . import expert_ffn_kernel
+
+    out = _alloc(x, x_scale, ids, weights, w13, w13_scale, w2, w2_scale)
+    expert_ffn_kernel.run(x, x_scale, ids, weights, w13, w13_scale, w2, w2_scale, out, limit, deterministic)
+    return out
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """FP4, FP8 and bf16 experts with bf16 models' activations, in small and in large blocks.
+
+    Calls have one expert: the number of experts is a run-time argument.
+    """
+    from . import _expert_blocks_kernel, expert_ffn_kernel
+
+    cases: dict[tuple[str | int, ...], PrewarmCase] = {}
+    for dtype in (_experts.FP4, _experts.FP8, torch.bfloat16):
+        for deterministic in (False, True):
+
+            def arguments(dtype: torch.dtype = dtype, deterministic: bool = deterministic) -> Arguments:
+                return _blank(shape, dtype, device), {"limit": shape.swiglu_limit, "deterministic": deterministic}
+
+            x = torch.empty(0, dtype=_experts.FP8 if dtype != torch.bfloat16 else dtype, device="meta")
+            weight = torch.empty(0, dtype=dtype, device="meta")
+            topk = shape.experts_per_token
+            pairs = expert_ffn_kernel.block_m(topk, 1, deterministic)
+            keys = expert_ffn_kernel.keys(x, weight, shape.hidden, shape.expert_hidden, topk, pairs)
+            for key in (*_expert_blocks_kernel.keys(pairs), *keys.values()):
+                cases.setdefault(key, PrewarmCase(op="expert_ffn", key=key, arguments=arguments))
+    return tuple(cases.values())
+
+
+def _blank(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """One row and one expert with weights of ``dtype``, all zero."""
+    hidden, inner, topk = shape.hidden, shape.expert_hidden, shape.experts_per_token
+    ids = torch.zeros(1, topk, dtype=torch.int32, device=device)
+    scaled = dtype in (_experts.FP4, _experts.FP8)
+    x = torch.zeros(1, hidden, dtype=_experts.FP8 if scaled else dtype, device=device)
+    x_scale = torch.ones(1, -(-hidden // 128) if scaled else 0, device=device)
+    weights = []
+    for lead, rows, cols in ((2, inner, hidden), (1, hidden, inner)):
+        if dtype == _experts.FP4:
+            sizes = (lead * rows, cols // 2), (lead * rows, cols // 32)
+        else:
+            sizes = (lead * rows, cols), (lead * -(-rows // 128), -(-cols // 128))
+        weights.append(torch.zeros(1, *sizes[0], dtype=dtype, device=device))
+        scale = torch.zeros(1, *sizes[1], dtype=dtype if dtype == _experts.FP4 else torch.float32, device=device)
+        weights.append(scale if scaled else torch.empty(0, device=device))
+    return (x, x_scale, ids, torch.ones(ids.shape, device=device), *weights)
+
+
 expert_ffn = register(
     "expert_ffn",
     "(Tensor x, Tensor x_scale, Tensor ids, Tensor weights, Tensor w13, Tensor w13_scale, Tensor w2, "
@@ -133,4 +197,6 @@ expert_ffn = register(
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )

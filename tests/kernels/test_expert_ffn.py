@@ -1,0 +1,136 @@
+"""Grouped expert products under the interpreter, against the reference."""
+
+import numpy as np
+import pytest
+import torch
+from dsv4.ops import _expert_blocks_kernel, _triton, expert_ffn_kernel
+from dsv4.ops.shapes import nano, tiny
+
+from dsv4 import ops
+
+from ..ops import contract
+from ..ops import moe_numpy as moe
+from . import interpreter
+from .against_reference import compare
+
+interpreter.repair()
+SPEC = ops.spec("expert_ffn")
+# fp32: sums of a few hundred products in another order. Rounded formats: such a sum may land on the other side of a
+# bf16 or e4m3 boundary, which moves one code of one row's activation; fewer than one in a hundred do.
+BOUND = {"fp32": 1e-6, "bf16_weights": 1e-6, "bf16": 1e-3, "fp8": 1e-3, "fp4": 1e-3}
+SIZES = {"fp32": (72, 40), "bf16_weights": (72, 40), "bf16": (72, 40), "fp8": (192, 160), "fp4": (160, 96)}
+LIMIT = {"fp8": 8.0, "fp4": 8.0}  # the clamp bites: gate and up are about this large
+
+
+def make(kind, num_tokens, seed, *, num_experts=5, topk=3):
+    rng = np.random.default_rng(seed)
+    weights = moe.make_experts(rng, kind, num_experts, *SIZES[kind])
+    x, x_scale, _ = moe.make_rows(rng, kind, num_tokens, SIZES[kind][0])
+    ids, route = moe.make_routing(rng, num_tokens, topk, num_experts)
+    return (x, x_scale, ids, route, *weights.tensors), {"limit": LIMIT.get(kind, 0.7)}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 33])
+@pytest.mark.parametrize("kind", moe.FORMATS)
+def test_matches_reference(kind, num_tokens, deterministic):
+    args, kwargs = make(kind, num_tokens, seed=num_tokens)
+    got = SPEC.cuda(*args, **kwargs, deterministic=deterministic)
+    want = SPEC.reference(*args, **kwargs, deterministic=deterministic)
+    assert got.shape == want.shape and got.dtype == want.dtype
+    if num_tokens:
+        assert want.any() and moe.relative_rms(got, want) < BOUND[kind]
+    empty = (args[2] == -1).all(1)
+    assert not got[empty].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("shape", "num_tokens"), [(tiny, 5), (nano, 3)], ids=str)
+def test_examples(shape, num_tokens, dtype):
+    # one bf16 step of a part is 2^-8 of it, and parts are of the order of one
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    compare(SPEC, *contract.example(SPEC, shape, num_tokens, dtype), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", moe.FORMATS)
+def test_row_alone_equals_row_in_batch(kind):
+    (x, x_scale, ids, route, *weights), kwargs = make(kind, 33, seed=2)
+
+    def run(rows):
+        scale = x_scale[rows] if x_scale.numel() else x_scale
+        return SPEC.cuda(x[rows], scale, ids[rows], route[rows], *weights, **kwargs, deterministic=True)
+
+    full = run(slice(0, 33))
+    assert torch.equal(run(slice(5, 33)), full[5:])
+    for row in (0, 13, 32):
+        assert torch.equal(run(slice(row, row + 1)), full[row : row + 1])
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp4"])
+def test_absent_experts_and_pads_are_not_read(kind):
+    args, kwargs = make(kind, 13, seed=4)
+    x, x_scale, ids, route, *weights = args
+    outside = torch.where(ids == -1, torch.tensor(99, dtype=torch.int32), ids)
+    outside[:, 1] = -7
+    absent = torch.where((outside < 0) | (outside > 4), torch.tensor(-1, dtype=torch.int32), outside)
+    empty_rows = (absent == -1).all(1)
+    x.view(torch.uint8)[empty_rows] = 0xFF
+    route[absent == -1] = float("nan")
+    got = SPEC.cuda(x, x_scale, outside, route, *weights, **kwargs, deterministic=False)
+    assert torch.equal(got, SPEC.cuda(x, x_scale, absent, route, *weights, **kwargs, deterministic=False))
+    assert got.isfinite().all() and empty_rows.any() and not got[empty_rows].any() and got[~empty_rows].any()
+
+
+def test_extreme_scales_and_nan():
+    """E8M0 bytes from 2^-127 to 2^8 are exact, and a NaN scale reaches the rows of its expert alone."""
+    args, kwargs = make("fp4", 7, seed=6)
+    x, x_scale, ids, route, w13, w13_scale, w2, w2_scale = args
+    w13_scale[0], w13_scale[1, ::2], w2_scale[2] = 0, 1, 135
+    ids[:] = torch.arange(3, dtype=torch.int32)
+    ids[0] = torch.tensor([4, 1, 0])
+    w2_scale[4, 7] = 255
+    got = SPEC.cuda(*args, **kwargs, deterministic=True)
+    want = SPEC.reference(*args, **kwargs, deterministic=True)
+    assert want[0].isnan().any() and torch.equal(got[0].isnan(), want[0].isnan())
+    assert want[1:].isfinite().all() and moe.relative_rms(got[1:], want[1:]) < BOUND["fp4"]
+
+
+@pytest.mark.parametrize("pairs_per_block", [16, 64])
+@pytest.mark.parametrize("num_tokens", [1, 33, 700])
+def test_blocks(num_tokens, pairs_per_block):
+    """Every pair once, in blocks of its expert, in order; the bound on blocks is never passed."""
+    experts, topk = 5, 3
+    ids, _ = moe.make_routing(np.random.default_rng(num_tokens), num_tokens, topk, experts)
+    ids[0, 0] = experts  # nobody's
+    slots, owner = _expert_blocks_kernel.run(ids, experts, pairs_per_block)
+    used = int((owner >= 0).sum())
+    assert (owner[:used] >= 0).all() and (owner[used:] == -1).all()
+    got = slots[: used * pairs_per_block].view(used, pairs_per_block)
+    for expert in range(experts):
+        want = (ids.flatten() == expert).nonzero().flatten().int()
+        mine = got[owner[:used] == expert].flatten()
+        assert mine.numel() == -(-want.numel() // pairs_per_block) * pairs_per_block
+        assert torch.equal(mine[: want.numel()], want) and (mine[want.numel() :] == -1).all()
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1], [49, 1, 1], [17, 16, 15], [48, 0, 0], [16, 17, 33]])
+def test_block_bound(counts):
+    need = sum(-(-n // 16) for n in counts)
+    assert need <= _expert_blocks_kernel.num_blocks(sum(counts), 3, 16)
+
+
+def test_cases_cover_every_launch():
+    cases = SPEC.prewarm_cases(tiny, torch.device("cuda"), 64)
+    keys = {case.key for case in cases}
+    with _triton.recording() as calls:
+        for kind in ("bf16", "fp8", "fp4"):
+            for tokens, deterministic in ((1, False), (1, True), (200, False)):
+                rng = np.random.default_rng(0)
+                weights = moe.make_experts(rng, kind, tiny.num_experts, tiny.hidden, tiny.expert_hidden)
+                rows = moe.make_rows(rng, kind, tokens, tiny.hidden)[:2]
+                routing = moe.make_routing(rng, tokens, tiny.experts_per_token, tiny.num_experts)
+                SPEC.cuda(*rows, *routing, *weights.tensors, limit=1.0, deterministic=deterministic)
+    assert {call.key for call in calls} == keys
+    for case in SPEC.prewarm_cases(tiny, torch.device("cpu"), 64):
+        assert case.op == "expert_ffn"
+    assert expert_ffn_kernel.block_m(200 * 2, 8, False) == 64
