@@ -10,7 +10,7 @@ Source: ``Transformer.forward`` of the official inference code (embedding repeat
 
 import torch
 
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 
@@ -51,10 +51,39 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return (token_ids, weight), {"num_streams": shape.num_streams, "dtype": dtype}
 
 
+def cuda(token_ids: torch.Tensor, weight: torch.Tensor, *, num_streams: int, dtype: torch.dtype) -> torch.Tensor:
+    from . import embed_streams_kernel
+
+    out = _alloc(token_ids, weight, num_streams, dtype)
+    embed_streams_kernel.run(token_ids, weight, out)
+    return out
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """One specialisation serves every number of tokens and every table."""
+    from . import embed_streams_kernel
+
+    dtype = torch.bfloat16
+
+    def arguments() -> Arguments:
+        weight = torch.ones(2, shape.hidden, dtype=dtype, device=device)
+        return (torch.ones(1, dtype=torch.int64, device=device), weight), {
+            "num_streams": shape.num_streams,
+            "dtype": dtype,
+        }
+
+    ids = torch.empty(1, dtype=torch.int64, device="meta")
+    weight = torch.empty(2, shape.hidden, dtype=dtype, device="meta")
+    key = embed_streams_kernel.key(ids, weight, shape.num_streams, dtype)
+    return (PrewarmCase(op="embed_streams", key=key, arguments=arguments),)
+
+
 embed_streams = register(
     "embed_streams",
     "(Tensor token_ids, Tensor weight, *, int num_streams, ScalarType dtype) -> Tensor",
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )
