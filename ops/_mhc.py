@@ -17,6 +17,13 @@ from . import _rows
 
 ACT_DTYPES = (torch.float32, torch.bfloat16)
 
+# How kernels divide the product with fn over its inner dimension. These are constants of the library, not properties
+# of the device, so that the sums of a row are the same on every device.
+PRODUCT_ROWS = 64  # rows of one tile
+MULTIPROCESSORS = 132
+LEAST_SPLIT = 4 * 64  # values of the inner dimension that one part holds at least
+DETERMINISTIC_SPLIT = 1024  # values that one part holds when the number of rows must not matter
+
 
 def check_tensor(op: str, name: str, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Refuse a parameter of another shape or dtype."""
@@ -84,6 +91,29 @@ def alloc_post(
     check_rows(op, "post", post, (num_streams,), torch.float32)
     check_rows(op, "comb", comb, (num_streams, num_streams), torch.float32)
     return torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
+
+
+def num_splits(num_tokens: int, width: int, *, deterministic: bool) -> int:
+    """Parts into which kernels divide the ``width = M*D`` products of a row: as many as fill a GPU.
+
+    With ``deterministic`` a function of ``width`` alone, since the parts decide the order of a row's sums.
+    """
+    if deterministic:
+        return max(1, width // DETERMINISTIC_SPLIT)
+    tiles = max(1, -(-num_tokens // PRODUCT_ROWS))
+    return max(1, min(MULTIPROCESSORS // tiles, width // LEAST_SPLIT))
+
+
+def partial_columns(outputs: int) -> int:
+    """Columns of a workspace row: ``outputs`` partial products, one partial sum of squares, up to a power of two."""
+    return max(16, 1 << outputs.bit_length())
+
+
+def alloc_partials(streams: torch.Tensor, outputs: int, *, deterministic: bool) -> torch.Tensor:
+    """Workspace ``[num_splits, T, columns]`` fp32 of the kernels; its shape depends on shapes alone."""
+    num_tokens, num_streams, hidden = streams.shape
+    splits = num_splits(num_tokens, num_streams * hidden, deterministic=deterministic)
+    return streams.new_empty(splits, num_tokens, partial_columns(outputs), dtype=torch.float32)
 
 
 def mixes(streams: torch.Tensor, fn: torch.Tensor, eps: float, *, deterministic: bool) -> torch.Tensor:

@@ -4,7 +4,7 @@ Shapes: streams ``[T, M, D]`` fp32 or bf16; fn ``[M, M*D]``, scale ``[1]``, base
 Returns ``[T, D]`` in the dtype of streams.
 Numerics: ``m = fn @ flat * rsqrt(mean(flat^2) + eps)`` over all M*D values; weights ``sigmoid(m*scale + base) +
 hc_eps``, no Sinkhorn. fp32; rounded to the stream dtype after the collapse and again after the norm.
-With ``deterministic`` the result of a row is bitwise independent of the other rows.
+With ``deterministic`` the result of a row is bitwise independent of the other rows (on CUDA as in mhc_pre).
 Errors: ``ValueError`` for wrong shapes or dtypes.
 Source: hc_head and the final norm of the official inference code; Xie et al., mHC, 2025.
 """
@@ -12,7 +12,7 @@ Source: hc_head and the final norm of the official inference code; Xie et al., m
 import torch
 
 from . import _mhc, _rows
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 
@@ -66,6 +66,37 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return (streams, fn, scale, base, norm_weight.to(dtype)), {"eps": shape.eps, "hc_eps": 1e-6, "deterministic": True}
 
 
+def cuda(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    *,
+    eps: float,
+    hc_eps: float,
+    deterministic: bool,
+) -> torch.Tensor:
+    from . import mhc_pre_kernel
+
+    out = _alloc(streams, fn, scale, base, norm_weight)
+    partials = _mhc.alloc_partials(streams, fn.shape[0], deterministic=deterministic)
+    mhc_pre_kernel.run(
+        streams, fn, scale, base, norm_weight, partials, out, None, eps=eps, hc_eps=hc_eps, sinkhorn_iters=0
+    )
+    return out
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """One specialisation of each of two kernels serves every number of rows and of parts."""
+    from . import mhc_pre_kernel
+
+    def arguments() -> Arguments:
+        return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
+
+    return mhc_pre_kernel.cases("mhc_head", shape, shape.num_streams, arguments)
+
+
 mhc_head = register(
     "mhc_head",
     "(Tensor streams, Tensor fn, Tensor scale, Tensor base, Tensor norm_weight, *, float eps, float hc_eps,"
@@ -73,4 +104,6 @@ mhc_head = register(
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )

@@ -11,7 +11,7 @@ Source: hc_post of the official inference code; Xie et al., mHC, 2025.
 import torch
 
 from . import _mhc
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 
@@ -34,10 +34,31 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return (y, streams, post.to(device), comb.to(device)), {}
 
 
+def cuda(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+    from . import mhc_post_kernel
+
+    out = _mhc.alloc_post("mhc_post", y, streams, post, comb)
+    mhc_post_kernel.run(y, streams, post, comb, out)
+    return out
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """One specialisation serves every number of rows."""
+    from . import mhc_post_kernel
+
+    def arguments() -> Arguments:
+        return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
+
+    streams = torch.empty(1, shape.num_streams, shape.hidden, dtype=torch.bfloat16, device="meta")
+    return (PrewarmCase(op="mhc_post", key=mhc_post_kernel.key(streams), arguments=arguments),)
+
+
 mhc_post = register(
     "mhc_post",
     "(Tensor y, Tensor streams, Tensor post, Tensor comb) -> Tensor",
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )

@@ -10,7 +10,7 @@ Source: hc_post and hc_pre of the official inference code; Xie et al., mHC, 2025
 import torch
 
 from . import _mhc
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .mhc_post import example as post_example
 from .mhc_pre import example as pre_example
 from .shapes import Shape
@@ -92,6 +92,57 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return (*post_arguments, *pre_arguments[1:]), keywords
 
 
+def cuda(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    *,
+    eps: float,
+    hc_eps: float,
+    sinkhorn_iters: int,
+    deterministic: bool,
+) -> Outputs:
+    from . import mhc_post_kernel, mhc_pre_kernel
+
+    new_streams, x, next_post, next_comb = _alloc(
+        y, streams, post, comb, fn, scale, base, norm_weight, sinkhorn_iters
+    )
+    mhc_post_kernel.run(y, streams, post, comb, new_streams)
+    partials = _mhc.alloc_partials(new_streams, fn.shape[0], deterministic=deterministic)
+    mhc_pre_kernel.run(
+        new_streams,
+        fn,
+        scale,
+        base,
+        norm_weight,
+        partials,
+        x,
+        (next_post, next_comb),
+        eps=eps,
+        hc_eps=hc_eps,
+        sinkhorn_iters=sinkhorn_iters,
+    )
+    return new_streams, x, next_post, next_comb
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """The kernels of mhc_post and mhc_pre."""
+    from . import mhc_post_kernel, mhc_pre_kernel
+
+    def arguments() -> Arguments:
+        return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
+
+    streams = torch.empty(1, shape.num_streams, shape.hidden, dtype=torch.bfloat16, device="meta")
+    post = PrewarmCase(op="mhc_post_pre", key=mhc_post_kernel.key(streams), arguments=arguments)
+    outputs = (2 + shape.num_streams) * shape.num_streams
+    return (post, *mhc_pre_kernel.cases("mhc_post_pre", shape, outputs, arguments))
+
+
 mhc_post_pre = register(
     "mhc_post_pre",
     "(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor fn, Tensor scale, Tensor base, Tensor norm_weight, *,"
@@ -100,4 +151,6 @@ mhc_post_pre = register(
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )

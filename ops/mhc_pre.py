@@ -7,7 +7,8 @@ Numerics: ``m = fn @ flat * rsqrt(mean(flat^2) + eps)`` over all M*D values; col
 base) + hc_eps``; post ``2 * sigmoid(m*scale[1] + base)``; comb: softmax over the last index, plus hc_eps, then
 ``sinkhorn_iters`` column and ``sinkhorn_iters - 1`` row normalisations, columns (first index summed) last, hc_eps in
 every denominator. All fp32; x is rounded to the stream dtype after the collapse and again after the norm.
-With ``deterministic`` the result of a row is bitwise independent of the other rows.
+With ``deterministic`` the result of a row is bitwise independent of the other rows: on CUDA the products are divided
+into as many parts as M*D alone decides, without it into as many as the number of rows leaves room for.
 Errors: ``ValueError`` for wrong shapes or dtypes and for ``sinkhorn_iters < 1``.
 Source: hc_pre and the block norms of the official inference code; Xie et al., mHC, 2025.
 """
@@ -15,7 +16,7 @@ Source: hc_pre and the block norms of the official inference code; Xie et al., m
 import torch
 
 from . import _mhc
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -75,6 +76,48 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return (streams, fn, scale, base, norm_weight.to(dtype)), keywords
 
 
+def cuda(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    *,
+    eps: float,
+    hc_eps: float,
+    sinkhorn_iters: int,
+    deterministic: bool,
+) -> Outputs:
+    from . import mhc_pre_kernel
+
+    x, post, comb = _mhc.alloc_pre("mhc_pre", streams, fn, scale, base, norm_weight, sinkhorn_iters)
+    partials = _mhc.alloc_partials(streams, fn.shape[0], deterministic=deterministic)
+    mhc_pre_kernel.run(
+        streams,
+        fn,
+        scale,
+        base,
+        norm_weight,
+        partials,
+        x,
+        (post, comb),
+        eps=eps,
+        hc_eps=hc_eps,
+        sinkhorn_iters=sinkhorn_iters,
+    )
+    return x, post, comb
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """One specialisation of each of two kernels serves every number of rows and of parts."""
+    from . import mhc_pre_kernel
+
+    def arguments() -> Arguments:
+        return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
+
+    return mhc_pre_kernel.cases("mhc_pre", shape, (2 + shape.num_streams) * shape.num_streams, arguments)
+
+
 mhc_pre = register(
     "mhc_pre",
     "(Tensor streams, Tensor fn, Tensor scale, Tensor base, Tensor norm_weight, *, float eps, float hc_eps,"
@@ -82,4 +125,6 @@ mhc_pre = register(
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )
