@@ -75,13 +75,13 @@ def dense_tile(num_tokens: int, x: torch.Tensor) -> int:
 def dense_options(tile: int, x: torch.Tensor, weight: torch.Tensor) -> dict[str, int]:
     """Tile sizes, warps and stages of a dense product: K advances 64 elements (one 128-byte swizzle of bf16) a step."""
     if x.dtype == torch.float32:
-        return {"outs": 64, "tokens": tile, "step": 32, "num_warps": 4, "num_stages": 2}
+        return {"outs": 64, "tokens": tile, "step": 32, "num_warps": 4 if tile == 16 else 8, "num_stages": 2}
     wide = weight.dtype == torch.float32
     stages = 4 if tile == 16 else 3
     return {
         "outs": OUTS[tile],
         "tokens": tile,
         "step": 64,
-        "num_warps": 8 if tile == 128 else 4,
+        "num_warps": 8 if tile == 128 or (wide and tile == 64) else 4,
         "num_stages": stages - 1 if wide and tile > 16 else stages,
     }

@@ -7,6 +7,8 @@ Errors: ``ValueError`` on wrong ranks, dtypes or inner sizes.
 Source: ``linear`` of the official inference code for unquantised weights.
 """
 
+import itertools
+
 import torch
 
 from ._registry import Arguments, PrewarmCase, register
@@ -55,23 +57,29 @@ def cuda(x: torch.Tensor, weight: torch.Tensor, *, dtype: torch.dtype, determini
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
     """Per token tile: fp32 weights with an fp32 result (router, compressor, head), bf16 weights with a bf16 result.
 
-    Widths only matter by what divides them; the inputs of every matrix of the model are covered.
+    Sizes only matter by what divides them, so a case's weight has the fewest rows of its kind.
     """
     from . import _matmul_tiles, linear_kernel
 
+    latent = (shape.q_lora_rank, shape.o_groups * shape.o_lora_rank, shape.expert_hidden)
+    kinds = {
+        torch.float32: ((shape.hidden,), (shape.num_experts, shape.head_dim, shape.vocab)),
+        torch.bfloat16: ((shape.hidden, *latent), (shape.hidden, shape.index_heads, shape.q_lora_rank)),
+    }
     cases = {}
-    widths = (shape.hidden, shape.q_lora_rank, shape.o_groups * shape.o_lora_rank, shape.expert_hidden)
     for count in _matmul_tiles.sample_counts(max_tokens):
-        for width in widths:
-            for kind in _DTYPES:
+        for dtype, (widths, outs) in kinds.items():
+            for width, rows in itertools.product(widths, [_matmul_tiles.width_unit(n, 16) for n in outs]):
 
-                def arguments(count: int = count, width: int = width, kind: torch.dtype = kind) -> Arguments:
+                def arguments(
+                    count: int = count, width: int = width, rows: int = rows, dtype: torch.dtype = dtype
+                ) -> Arguments:
                     x = torch.ones(count, width, dtype=torch.bfloat16, device=device)
-                    weight = torch.ones(1, width, dtype=kind, device=device)
-                    return (x, weight), {"dtype": kind, "deterministic": True}
+                    weight = torch.ones(rows, width, dtype=dtype, device=device)
+                    return (x, weight), {"dtype": dtype, "deterministic": True}
 
                 x = torch.empty(count, width, dtype=torch.bfloat16, device="meta")
-                key = linear_kernel.key(x, torch.empty(1, width, dtype=kind, device="meta"), kind)
+                key = linear_kernel.key(x, torch.empty(rows, width, dtype=dtype, device="meta"), dtype)
                 cases.setdefault(key, PrewarmCase(op="linear", key=key, arguments=arguments))
     return tuple(cases.values())
 

@@ -8,13 +8,14 @@ from . import _matmul_tiles as tiles
 from ._triton import dtype_key, launch
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_outs", "units", "out_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "units", "out_units"])
 def _linear(
-    x_ptr, weight_ptr, out_ptr, num_tokens, num_outs, units, out_stride, unit: tl.constexpr, outs: tl.constexpr,
-    tokens: tl.constexpr, step: tl.constexpr, group: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, num_tokens, units, out_units, unit: tl.constexpr, out_unit: tl.constexpr,
+    outs: tl.constexpr, tokens: tl.constexpr, step: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
+    width = units * unit  # products, so that the compiler knows the alignment of the rows
+    num_outs = out_units * out_unit
     first_out, first_token = tiles.place(tl.program_id(0), num_outs, num_tokens, outs, tokens, group)
-    width = units * unit  # a product, so that the compiler knows the alignment of the rows
     out = tl.arange(0, outs)
     token = tl.arange(0, tokens)
     column = tl.arange(0, step)
@@ -34,28 +35,33 @@ def _linear(
         total = tiles.multiply(weight, x, total)
         weight_tile += step
         x_tile += step
-    target = out_ptr + first_token * out_stride + first_out + token[:, None] * out_stride + out[None, :]
+    target = out_ptr + first_token * num_outs + first_out + token[:, None] * num_outs + out[None, :]
     result = tl.trans(total).to(out_ptr.dtype.element_ty)
     tl.store(target, result, mask=token_inside[:, None] & out_inside[None, :])
 
 
 def _options(x: torch.Tensor, weight: torch.Tensor) -> dict[str, int]:
     options = tiles.dense_options(tiles.dense_tile(x.shape[0], x), x, weight)
-    return {"unit": tiles.width_unit(x.shape[1], options["step"]), **options}
+    units = {"unit": tiles.width_unit(x.shape[1], options["step"]), "out_unit": tiles.width_unit(weight.shape[0], 16)}
+    return units | options
+
+
+def _key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, options: dict[str, int]) -> tuple[str | int, ...]:
+    picked = (options["tokens"], options["unit"], options["out_unit"])
+    return ("linear", *picked, *dtype_key(x, weight), str(dtype).removeprefix("torch."))
 
 
 def key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> tuple[str | int, ...]:
     """What the launch for these tensors and this result dtype is specialised on."""
-    options = _options(x, weight)
-    return ("linear", options["tokens"], options["unit"], *dtype_key(x, weight), str(dtype).removeprefix("torch."))
+    return _key(x, weight, dtype, _options(x, weight))
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """``out [T, N] = x [T, K] @ weight[N, K].T`` with fp32 accumulation, rounded once."""
+    """``out [T, N] = x [T, K] @ weight[N, K].T`` with fp32 accumulation, rounded once; ``out`` contiguous."""
     num_tokens, width = x.shape
     options = _options(x, weight)
     grid = triton.cdiv(num_tokens, options["tokens"]) * triton.cdiv(weight.shape[0], options["outs"])
     launch(
-        key(x, weight, out.dtype), _linear, (grid,), x.contiguous(), weight.contiguous(), out, num_tokens,
-        weight.shape[0], width // options["unit"], out.stride(0), group=tiles.GROUP, **options,
+        _key(x, weight, out.dtype, options), _linear, (grid,), x.contiguous(), weight.contiguous(), out, num_tokens,
+        width // options["unit"], weight.shape[0] // options["out_unit"], group=tiles.GROUP, **options,
     )  # fmt: skip

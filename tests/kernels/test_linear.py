@@ -73,7 +73,7 @@ def test_prewarm_covers_every_step(shape):
     keys = prewarm.enumerated(SPEC, shape, 300)
     for count in (1, 16, 17, 64, 256, 257, 300):
         for kind in (FP32, BF16):
-            for width in (shape.hidden, shape.q_lora_rank):
-                args = make(count, width, 8, BF16, kind)
+            for num_outs in (shape.num_experts, shape.vocab) if kind == FP32 else (shape.index_heads, shape.hidden):
+                args = make(count, shape.hidden, num_outs, BF16, kind)
                 assert prewarm.launched(SPEC, args, {"dtype": kind, "deterministic": True}) <= keys
     assert prewarm.enumerated(SPEC, shape, 16) < keys
