@@ -25,7 +25,7 @@ import torch
 from . import _paged
 from ._attention_tiles import KEY_BLOCK, attend_tile, tile_places
 from ._example_rows import example_rows
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .indexer_topk import reference as pick_entries
 from .shapes import BLOCK_TOKENS, WINDOW_PAGE_TOKENS, Shape
 
@@ -139,7 +139,8 @@ def reference(
 
         if shared:
             places = tile_places(positions[rows], chosen, visible[rows], window)
-            slots = window_slots(places.window_index[None], requests[:1]), entry_slots(places.entry_index[None], requests[:1])
+            entries_seen = entry_slots(places.entry_index[None], requests[:1])
+            slots = window_slots(places.window_index[None], requests[:1]), entries_seen
             keys = places.read(*slots, window_cache, entry_cache, dim)
             out[rows], lse[rows] = attend_tile(q[rows], keys, sink, scale)
         else:
@@ -261,6 +262,59 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return args, {**options, "deterministic": False}
 
 
+def cuda(
+    q: torch.Tensor,
+    window_cache: torch.Tensor,
+    entry_cache: torch.Tensor,
+    picks: torch.Tensor,
+    sink: torch.Tensor,
+    positions: torch.Tensor,
+    row_requests: torch.Tensor,
+    window_tables: torch.Tensor,
+    block_tables: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    window: int,
+    ratio: int,
+    entries: str,
+    scale: float,
+    deterministic: bool,
+) -> None:
+    """One program per row and block of heads. A row never depends on the others: ``deterministic`` changes nothing."""
+    from . import sparse_attention_kernel
+
+    _check(q, window_cache, entry_cache, picks, sink, out, lse, window, ratio, entries)
+    tables = (positions, row_requests, window_tables, block_tables)
+    sparse_attention_kernel.run(
+        q, window_cache, entry_cache, picks, sink, *tables, out, lse,
+        window=window, ratio=ratio, entries=entries, scale=scale,
+    )  # fmt: skip
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """Layers with picks and all other layers, with bf16 and (where the head dimension has the layout) FP8 caches."""
+    from . import sparse_attention_kernel
+
+    cases = []
+    for storage in (torch.bfloat16, torch.uint8) if shape.head_dim == _paged.HEAD_DIM else (torch.bfloat16,):
+        for entries in ("picked", "all"):
+
+            def arguments(storage: torch.dtype = storage, entries: str = entries) -> Arguments:
+                args, options = example(shape, num_tokens=2, device=device, dtype=torch.bfloat16, seed=0)
+                if storage == torch.uint8:
+                    sizes = [(c.shape[0], _paged.fp8_page_bytes(*c.shape[1:])) for c in args[1:3]]
+                    packed = [torch.zeros(size, dtype=storage, device=device) for size in sizes]
+                    args = (args[0], *packed, *args[3:])
+                return args, {**options, "entries": entries}
+
+            q = torch.empty(1, shape.num_heads, shape.head_dim, dtype=torch.bfloat16, device="meta")
+            cache = torch.empty(0, dtype=storage, device="meta")
+            key = sparse_attention_kernel.key(q, cache, shape.window, entries == "picked")
+            cases.append(PrewarmCase(op="sparse_attention", key=key, arguments=arguments))
+    return tuple(cases)
+
+
 sparse_attention = register(
     "sparse_attention",
     "(Tensor q, Tensor window_cache, Tensor entry_cache, Tensor picks, Tensor sink, Tensor positions,"
@@ -269,5 +323,7 @@ sparse_attention = register(
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
     boundary=True,
 )

@@ -45,7 +45,17 @@ def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
+def _index_of_one_element(tensor: type, scope: object) -> None:
+    """Scalars are arrays of one element, which newer numpy does not convert: a run-time loop bound would fail."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
 def repair() -> None:
     """Install the repairs in this process; calling it again does nothing."""
+    interpreter._patch_lang_tensor = _index_of_one_element
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = dot
