@@ -32,6 +32,12 @@ def width_unit(width: int, step: int) -> int:
     return step if width % step == 0 else 16 if width % 16 == 0 else 1
 
 
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a copy if it is strided or starts off a 16-byte boundary, where Triton compiles another binary."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 @triton.jit
 def place(tile, num_outs, num_tokens, outs: tl.constexpr, tokens: tl.constexpr, group: tl.constexpr):
     """First weight row and first token (int64) of program ``tile``: groups of token tiles walk the weight together."""
@@ -65,6 +71,12 @@ def multiply(weight, x, total):
         return tl.dot(high, turned, total)
     else:
         return tl.dot(weight, tl.trans(x), total)
+
+
+def fp8_options(tile: int) -> dict[str, int]:
+    """Tile sizes, warps and stages of an FP8 product: K advances one block of 128 codes, which has one scale, a step."""
+    warps, stages = {16: (4, 6), 64: (4, 4), 128: (8, 4)}[tile]
+    return {"outs": OUTS[tile], "tokens": tile, "step": 128, "num_warps": warps, "num_stages": stages}
 
 
 def dense_tile(num_tokens: int, x: torch.Tensor) -> int:

@@ -9,10 +9,12 @@ Errors: ``ValueError`` on wrong ranks, sizes or dtypes.
 Source: ``fp8_gemm`` of the official inference code.
 """
 
+import itertools
+
 import torch
 
 from . import _formats
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from ._rows import product
 from .quant_fp8 import quant_fp8
 from .shapes import Shape
@@ -84,10 +86,52 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return args, {"dtype": dtype, "deterministic": True}
 
 
+def cuda(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    deterministic: bool,
+) -> torch.Tensor:
+    """One kernel whose rows never depend on each other: ``deterministic`` changes nothing."""
+    from . import fp8_linear_kernel
+
+    out = _alloc(x, x_scale, weight, weight_scale, dtype)
+    if x_scale.shape[0] != x.shape[0]:
+        raise ValueError(f"fp8_linear x_scale must have {x.shape[0]} rows, got {x_scale.shape[0]}")
+    fp8_linear_kernel.run(x, x_scale, weight, weight_scale, out)
+    return out
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """Per token tile, a bf16 result; sizes only matter by what divides them, so weights have the fewest rows."""
+    from . import _matmul_tiles, fp8_linear_kernel
+
+    widths = (shape.hidden, shape.q_lora_rank, shape.o_groups * shape.o_lora_rank)
+    outs = {_matmul_tiles.width_unit(n, 16) for n in (shape.hidden, shape.q_lora_rank, shape.head_dim)}
+    cases = {}
+    for count, width, rows in itertools.product(_matmul_tiles.sample_counts(max_tokens), widths, sorted(outs)):
+
+        def arguments(count: int = count, width: int = width, rows: int = rows) -> Arguments:
+            blocks = -(-width // _BLOCK)
+            x, weight = (torch.zeros(n, width, device=device).to(torch.float8_e4m3fn) for n in (count, rows))
+            x_scale, weight_scale = (torch.ones(n, blocks, device=device) for n in (count, 1))
+            return (x, x_scale, weight, weight_scale), {"dtype": torch.bfloat16, "deterministic": True}
+
+        x, weight = (torch.empty(n, width, dtype=torch.float8_e4m3fn, device="meta") for n in (count, rows))
+        key = fp8_linear_kernel.key(x, weight, torch.bfloat16)
+        cases.setdefault(key, PrewarmCase(op="fp8_linear", key=key, arguments=arguments))
+    return tuple(cases.values())
+
+
 fp8_linear = register(
     "fp8_linear",
     "(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, *, ScalarType dtype, bool deterministic) -> Tensor",
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )

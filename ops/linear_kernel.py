@@ -62,6 +62,6 @@ def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     options = _options(x, weight)
     grid = triton.cdiv(num_tokens, options["tokens"]) * triton.cdiv(weight.shape[0], options["outs"])
     launch(
-        _key(x, weight, out.dtype, options), _linear, (grid,), x.contiguous(), weight.contiguous(), out, num_tokens,
+        _key(x, weight, out.dtype, options), _linear, (grid,), tiles.aligned(x), tiles.aligned(weight), out, num_tokens,
         width // options["unit"], weight.shape[0] // options["out_unit"], group=tiles.GROUP, **options,
     )  # fmt: skip

@@ -1,0 +1,102 @@
+"""FP8 product with block scales; tiles and their order are those of ``_matmul_tiles``.
+
+K advances one block of 128 codes a step: an FP8 tensor-core product from zero, then one fp32 multiply-add with the
+block's two scales. Hopper's FP8 tensor cores keep about 14 bits inside a product; the sum over blocks is full fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import _matmul_tiles as tiles
+from ._triton import launch
+
+
+@triton.jit(do_not_specialize=["num_tokens", "units", "out_units", "half"])
+def _fp8_linear(
+    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, out_ptr, num_tokens, units, out_units, half,
+    unit: tl.constexpr, out_unit: tl.constexpr, halves: tl.constexpr, outs: tl.constexpr, tokens: tl.constexpr,
+    step: tl.constexpr, group: tl.constexpr,
+):  # fmt: skip
+    width = units * unit  # products, so that the compiler knows the alignment of the rows
+    num_outs = out_units * out_unit
+    first_out, first_token = tiles.place(tl.program_id(0), num_outs, num_tokens, outs, tokens, group)
+    out = tl.arange(0, outs)
+    token = tl.arange(0, tokens)
+    column = tl.arange(0, step)
+    out_inside = out < num_outs - first_out
+    token_inside = token < num_tokens - first_token
+    weight_tile = weight_ptr + first_out * width + out[:, None] * width + column[None, :]
+    x_tile = x_ptr + first_token * width + token[:, None] * width + column[None, :]
+    blocks = tl.cdiv(width, step)
+    x_scale_tile = x_scale_ptr + (first_token + token) * blocks
+    if halves:  # each half of the rows has its own blocks
+        row = (first_out + out).to(tl.int32)
+        below = row >= half
+        row_block = tl.where(below, (row - half) // step + tl.cdiv(half, step), row // step)
+        scale_tile = weight_scale_ptr + (row_block * blocks)[:, None]
+        scale_inside = out_inside[:, None]
+    else:
+        scale_tile = weight_scale_ptr + first_out // step * blocks
+    total = tl.zeros((outs, tokens), tl.float32)
+    for block in range(0, blocks):
+        if unit == step:
+            weight = tl.load(weight_tile, mask=out_inside[:, None], other=0.0)
+            x = tl.load(x_tile, mask=token_inside[:, None], other=0.0)
+        else:
+            inside = (column < width - block * step)[None, :]
+            weight = tl.load(weight_tile, mask=out_inside[:, None] & inside, other=0.0)
+            x = tl.load(x_tile, mask=token_inside[:, None] & inside, other=0.0)
+        x_scale = tl.load(x_scale_tile + block, mask=token_inside, other=0.0)
+        if halves:
+            weight_scale = tl.load(scale_tile + block, mask=scale_inside, other=0.0)
+        else:
+            weight_scale = tl.load(scale_tile + block)
+        total += tl.dot(weight, tl.trans(x)) * (weight_scale * x_scale[None, :])
+        weight_tile += step
+        x_tile += step
+    target = out_ptr + first_token * num_outs + first_out + token[:, None] * num_outs + out[None, :]
+    result = tl.trans(total).to(out_ptr.dtype.element_ty)
+    tl.store(target, result, mask=token_inside[:, None] & out_inside[None, :])
+
+
+def _options(x: torch.Tensor, weight: torch.Tensor, half: int) -> dict[str, int]:
+    options = tiles.fp8_options(tiles.token_tile(x.shape[0]))
+    units = {"unit": tiles.width_unit(x.shape[1], options["step"]), "out_unit": tiles.width_unit(weight.shape[0], 16)}
+    return units | {"halves": half % options["step"] != 0} | options
+
+
+def _key(dtype: torch.dtype, options: dict[str, int]) -> tuple[str | int, ...]:
+    picked = (options["tokens"], options["unit"], options["out_unit"], int(options["halves"]))
+    return ("fp8_linear", *picked, str(dtype).removeprefix("torch."))
+
+
+def key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, half: int = 0) -> tuple[str | int, ...]:
+    """What the launch for these tensors, this result dtype and ``half`` (see :func:`run`) is specialised on."""
+    return _key(dtype, _options(x, weight, half))
+
+
+def run(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out: torch.Tensor,
+    half: int = 0,
+) -> None:
+    """``out [T, N] = (x * x_scale) [T, K] @ (weight * weight_scale)[N, K].T``, rounded once; ``out`` contiguous.
+
+    Args:
+        x, x_scale: e4m3 ``[T, K]`` and fp32 ``[T, ceil(K / 128)]``.
+        weight, weight_scale: e4m3 ``[N, K]`` and fp32 ``[row blocks, ceil(K / 128)]``.
+        half: 0 if row n of the weight is in row block ``n // 128``; otherwise the number of rows of the first of two
+            stacked matrices, whose blocks start anew in the second.
+    """
+    num_tokens, width = x.shape
+    options = _options(x, weight, half)
+    grid = triton.cdiv(num_tokens, options["tokens"]) * triton.cdiv(weight.shape[0], options["outs"])
+    launch(
+        _key(out.dtype, options), _fp8_linear, (grid,), tiles.aligned(x), tiles.aligned(x_scale),
+        tiles.aligned(weight), tiles.aligned(weight_scale), out, num_tokens, width // options["unit"],
+        weight.shape[0] // options["out_unit"], half, group=tiles.GROUP, **options,
+    )  # fmt: skip

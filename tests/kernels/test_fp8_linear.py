@@ -1,0 +1,83 @@
+import pytest
+import torch
+from dsv4.ops import _formats, fp8_linear_kernel
+from dsv4.ops.shapes import nano, tiny
+
+from dsv4 import ops
+
+from ..ops import contract
+from . import interpreter, prewarm
+from .against_reference import compare
+
+interpreter.repair()
+SPEC = ops.spec("fp8_linear")
+FP32, BF16, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
+# fp32: the order of at most 400 sums of values that reach hundreds; bf16: one rounding more
+TOLERANCE = {FP32: {"rtol": 1e-5, "atol": 1e-4}, BF16: {"rtol": 2**-7, "atol": 1e-4}}
+
+
+def make(num_tokens, width, num_outs, row_blocks=None):
+    g = torch.Generator().manual_seed(num_tokens * width + num_outs)
+    x, x_scale = ops.quant_fp8(torch.randn(num_tokens, width, generator=g) * 3)
+    weight = torch.randn(num_outs, width, generator=g).to(FP8)
+    blocks = (row_blocks or -(-num_outs // 128), -(-width // 128))
+    return x, x_scale, weight, torch.rand(blocks, generator=g) * 0.1 + 0.01  # not powers of two
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 33])
+@pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
+def test_matches_reference(shape, num_tokens, dtype):
+    compare(SPEC, *contract.example(SPEC, shape, num_tokens, dtype, seed=num_tokens), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("num_tokens, width, num_outs", [(1, 5, 3), (17, 144, 130), (257, 200, 9), (300, 384, 272)])
+def test_odd_sizes(num_tokens, width, num_outs, dtype):
+    compare(SPEC, make(num_tokens, width, num_outs), {"dtype": dtype, "deterministic": False}, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+@pytest.mark.parametrize("half", [40, 128, 200])
+def test_stacked_halves_have_their_own_blocks(half, num_tokens):
+    x, x_scale, weight, scale = make(num_tokens, 256, 2 * half, 2 * -(-half // 128))
+    out = torch.full((num_tokens, 2 * half), float("nan"))
+    fp8_linear_kernel.run(x, x_scale, weight, scale, out, half)
+    parts = zip(weight.chunk(2), scale.chunk(2), strict=True)
+    weights = torch.cat([_formats.dequantize_fp8_weight(*part) for part in parts])
+    torch.testing.assert_close(out, _formats.dequantize_fp8(x, x_scale) @ weights.t(), **TOLERANCE[FP32])
+
+
+def test_row_alone_equals_row_in_batch():
+    x, x_scale, weight, weight_scale = make(260, 384, 70)
+
+    def run(rows):
+        return SPEC.cuda(x[rows], x_scale[rows], weight, weight_scale, dtype=FP32, deterministic=True)
+
+    full = run(slice(0, 260))  # every tile size is used
+    for rows in (slice(0, 1), slice(259, 260), slice(16, 32), slice(100, 140), slice(0, 256)):
+        assert torch.equal(run(rows), full[rows])
+
+
+def test_zero_rows_and_nan():
+    x, x_scale, weight, weight_scale = make(4, 256, 16)
+    x.view(torch.uint8)[1] = 0
+    x.view(torch.uint8)[2, 7] = 0x7F
+    out = SPEC.cuda(x, x_scale, weight, weight_scale, dtype=BF16, deterministic=False)
+    assert not out[1].any() and out[2].isnan().all() and out[[0, 3]].isfinite().all()
+
+
+def test_wrong_number_of_scale_rows():
+    x, x_scale, weight, weight_scale = make(4, 256, 16)
+    with pytest.raises(ValueError, match="fp8_linear x_scale must have 4 rows, got 1"):
+        SPEC.cuda(x, x_scale[:1], weight, weight_scale, dtype=BF16, deterministic=False)
+
+
+@pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
+def test_prewarm_covers_every_step(shape):
+    keys = prewarm.enumerated(SPEC, shape, 300)
+    for count in (1, 16, 17, 64, 256, 257, 300):
+        for width in (shape.hidden, shape.q_lora_rank, shape.o_groups * shape.o_lora_rank):
+            keywords = {"dtype": BF16, "deterministic": True}
+            assert prewarm.launched(SPEC, make(count, width, shape.hidden), keywords) <= keys
+    assert prewarm.enumerated(SPEC, shape, 16) < keys
