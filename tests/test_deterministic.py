@@ -10,7 +10,17 @@ import torch
 from dsv4.model import DeepseekV4
 
 from . import tiny_model
-from .tiny_model import Outputs, TinyCheckpoint, different_rows, joined, place, random_tokens, run_chunks, run_parts
+from .tiny_model import (
+    Outputs,
+    TinyCheckpoint,
+    as_bits,
+    different_rows,
+    joined,
+    place,
+    random_tokens,
+    run_chunks,
+    run_parts,
+)
 
 ROWS = 64
 NUMERICS = ("exact", "official")
@@ -103,22 +113,43 @@ def test_decode_rows_of_many_requests(tiny, numerics):
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)
+def test_index_scores(nano_model, numerics):
+    """The scores behind the picks, which hide most differences: 40 rows together and one by one."""
+    model = nano_model(numerics, deterministic=True)
+    runner, sequence = tiny_model.runner_of(model), place(0)
+    tokens = random_tokens(140, model.config.vocab_size, 5)
+    runner.run([sequence.segment(tokens)])
+    attention, cache = model.blocks[2].attn, runner.caches.layers[2]
+    x = torch.randn(40, model.config.hidden_size, generator=torch.Generator().manual_seed(6)).to(model.execution.dtype)
+
+    def scores(first: int, last: int) -> torch.Tensor:
+        inputs = runner.inputs([sequence.segment(tokens[100 + first : 100 + last], start=100 + first)])
+        return attention.index_scores(x[first:last], inputs, cache)
+
+    together, alone = scores(0, 40), torch.cat([scores(row, row + 1) for row in range(40)])
+    assert torch.equal(together.isfinite().sum(1), torch.arange(101, 141) // 4)
+    assert torch.equal(as_bits(together), as_bits(alone))
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
 def test_chunks(tiny, numerics):
     """A prompt of 205 tokens in one go and in chunks (fewer of them in the smallest chunks)."""
     model = tiny[numerics]
     tokens = random_tokens(206, model.config.vocab_size, 2)
     whole = run_chunks(tiny_model.runner_of(model), place(0), tokens, len(tokens))
     for chunk in CHUNKS:
-        part = tokens[: {1: 60, 3: 132}.get(chunk, len(tokens))]
-        got = run_chunks(tiny_model.runner_of(model), place(0), part, chunk)
-        want = {name: value[: len(part) - 1] for name, value in whole.items()}
+        part = tokens[: {1: 31, 3: 67}.get(chunk, len(tokens))]
+        got = run_chunks(tiny_model.runner_of(model), place(0), part, chunk, mtp=chunk in (3, 127))
+        want = {name: whole[name][: len(part) - 1] for name in got}
         assert different_rows(got, want) == {}, f"chunks of {chunk}"
 
 
-@pytest.mark.parametrize("numerics", NUMERICS)
-def test_decode_equals_prefill_nano(nano_model, numerics):
+@pytest.mark.parametrize("numerics, size", [
+    ("exact", "nano"), ("official", "tiny"), pytest.param("official", "nano", marks=pytest.mark.slow)
+])  # fmt: skip
+def test_decode_equals_prefill(nano_model, tiny, numerics, size):
     """Token by token across the ends of ratio-4 windows and of a ratio-128 window."""
-    model = nano_model(numerics, deterministic=True)
+    model = tiny[numerics] if size == "tiny" else nano_model(numerics, deterministic=True)
     tokens = random_tokens(133, model.config.vocab_size, 3)
     whole = run_chunks(tiny_model.runner_of(model), place(0), tokens, len(tokens))
     runner, sequence = tiny_model.runner_of(model), place(0)

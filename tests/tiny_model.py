@@ -94,11 +94,11 @@ def run_parts(runner: Runner, parts: Rows[tuple[Sequence, Rows[int]]], *, mtp: b
     return [dict(zip(values, each, strict=True)) for each in split]
 
 
-def run_chunks(runner: Runner, sequence: Sequence, tokens: Rows[int], chunk: int) -> Outputs:
+def run_chunks(runner: Runner, sequence: Sequence, tokens: Rows[int], chunk: int, *, mtp: bool = True) -> Outputs:
     """Rows of ``tokens[:-1]`` in steps of ``chunk`` rows."""
     last = len(tokens) - 1
     return joined(
-        run_parts(runner, [(sequence, tokens[start : min(start + chunk, last) + 1])])[0]
+        run_parts(runner, [(sequence, tokens[start : min(start + chunk, last) + 1])], mtp=mtp)[0]
         for start in range(0, last, chunk)
     )
 
