@@ -13,7 +13,7 @@ Source: ``Attention.forward`` (``apply_rotary_emb(inverse=True)`` and ``wo_a``) 
 import torch
 
 from . import _rope
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from ._rows import product
 from .shapes import Shape
 
@@ -78,10 +78,50 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return args, {"deterministic": True}
 
 
+def cuda(
+    o: torch.Tensor, rope_table: torch.Tensor, positions: torch.Tensor, weight: torch.Tensor, *, deterministic: bool
+) -> torch.Tensor:
+    """One kernel whose rows never depend on each other: ``deterministic`` changes nothing."""
+    from . import grouped_o_proj_kernel
+
+    out = _alloc(o, rope_table, positions, weight)
+    if positions.shape[0] != o.shape[0]:
+        raise ValueError(f"grouped_o_proj positions must have {o.shape[0]} rows, got {positions.shape[0]}")
+    grouped_o_proj_kernel.run(o, rope_table, positions, weight, out)
+    return out
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """One specialisation per token tile, for bf16."""
+    from . import _matmul_tiles, grouped_o_proj_kernel
+
+    heads = shape.num_heads // shape.o_groups
+
+    def tensors(count: int, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+        """One group suffices: what is compiled depends on the heads of a group, not on the number of groups."""
+        o = torch.ones(count, heads, shape.head_dim, dtype=torch.bfloat16, device=device)
+        positions = torch.zeros(count, dtype=torch.int64, device=device)
+        weight = torch.ones(1, shape.o_lora_rank, heads * shape.head_dim, dtype=torch.bfloat16, device=device)
+        return o, torch.ones(1, shape.rope_dim, device=device), positions, weight
+
+    cases = []
+    for count in _matmul_tiles.sample_counts(max_tokens):
+
+        def arguments(count: int = count) -> Arguments:
+            return tensors(count, device), {"deterministic": True}
+
+        o, table, _, weight = tensors(count, "meta")
+        key = grouped_o_proj_kernel.key(o, table, weight)
+        cases.append(PrewarmCase(op="grouped_o_proj", key=key, arguments=arguments))
+    return tuple(cases)
+
+
 grouped_o_proj = register(
     "grouped_o_proj",
     "(Tensor o, Tensor rope_table, Tensor positions, Tensor weight, *, bool deterministic) -> Tensor",
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )

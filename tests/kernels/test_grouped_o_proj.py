@@ -1,0 +1,78 @@
+import pytest
+import torch
+from dsv4.ops.shapes import nano, tiny
+
+from dsv4 import ops
+
+from ..ops import contract
+from . import interpreter, prewarm
+from .against_reference import compare
+
+interpreter.repair()
+SPEC = ops.spec("grouped_o_proj")
+FP32, BF16 = torch.float32, torch.bfloat16
+# fp32: the order of at most 1,024 sums; bf16: one rounding of the result
+TOLERANCE = {FP32: {"rtol": 2e-5, "atol": 2e-5}, BF16: {"rtol": 2**-7, "atol": 2e-5}}
+
+
+def make(num_tokens, heads, head_dim, rope_dim, groups, rank, dtype, weight_dtype):
+    g = torch.Generator().manual_seed(num_tokens + head_dim)
+    o = torch.randn(num_tokens, heads, head_dim, generator=g).to(dtype)
+    angles = torch.rand(50, rope_dim // 2, generator=g) * 6.28
+    positions = torch.randint(0, 50, (num_tokens,), generator=g)
+    positions[1::5] = -1
+    o[positions < 0] = float("nan")  # pads are not read
+    positions[:1] = 60  # past the table: its last row, as in the reference
+    width = heads // groups * head_dim
+    weight = (torch.randn(groups, rank, width, generator=g) * width**-0.5).to(weight_dtype)
+    return o, torch.cat((angles.cos(), angles.sin()), -1), positions, weight
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 33])
+@pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
+def test_matches_reference(shape, num_tokens, dtype):
+    compare(SPEC, *contract.example(SPEC, shape, num_tokens, dtype, seed=num_tokens), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("weight_dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(7, 6, 40, 16, 3, 10), (20, 3, 40, 40, 1, 70), (300, 2, 192, 64, 2, 24), (5, 2, 100, 80, 1, 16), (4, 2, 6, 2, 2, 3)],
+    ids=str,
+)
+def test_odd_sizes_and_pads(sizes, dtype, weight_dtype):
+    compare(SPEC, make(*sizes, dtype, weight_dtype), {"deterministic": False}, **TOLERANCE[dtype])
+
+
+def test_rotation_rounds_to_bf16_before_the_product():
+    o, table, positions, _ = make(16, 1, 64, 64, 1, 64, BF16, FP32)
+    o = o.nan_to_num()
+    weight = torch.eye(64)[None]  # fp32 weights show the operand itself
+    compare(SPEC, (o, table, positions, weight), {"deterministic": True}, rtol=0, atol=0)
+
+
+def test_row_alone_equals_row_in_batch():
+    args = make(260, 2, 192, 64, 1, 40, BF16, BF16)
+
+    def run(rows):
+        return SPEC.cuda(args[0][rows], args[1], args[2][rows], args[3], deterministic=True)
+
+    full = run(slice(0, 260))  # every tile size is used
+    for rows in (slice(0, 1), slice(259, 260), slice(16, 32), slice(100, 140), slice(0, 256)):
+        assert torch.equal(run(rows), full[rows])
+
+
+def test_wrong_number_of_positions():
+    o, table, positions, weight = make(4, 2, 64, 32, 1, 16, BF16, BF16)
+    with pytest.raises(ValueError, match="grouped_o_proj positions must have 4 rows, got 1"):
+        SPEC.cuda(o, table, positions[:1], weight, deterministic=True)
+
+
+@pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
+def test_prewarm_covers_every_step(shape):
+    keys = prewarm.enumerated(SPEC, shape, 300)
+    for count in (1, 16, 17, 64, 256, 257, 300):
+        assert prewarm.launched(SPEC, *contract.example(SPEC, shape, count, BF16)) <= keys
+    assert prewarm.enumerated(SPEC, shape, 16) < keys
