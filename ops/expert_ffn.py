@@ -109,7 +109,8 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
             (shape.num_experts, shape.hidden, shape.expert_hidden),
         )
     )
-    ids = torch.rand(num_tokens, shape.num_experts, generator=g).topk(shape.experts_per_token).indices.int()
+    topk = min(shape.experts_per_token, shape.num_experts)
+    ids = torch.rand(num_tokens, shape.num_experts, generator=g).topk(topk).indices.int()
     weights = torch.rand(ids.shape, generator=g)
     if num_tokens > 1:
         ids[-1] = -1

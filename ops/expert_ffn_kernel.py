@@ -111,7 +111,7 @@ def _rounded_to_fp8(x):
     return scaled.to(tl.float8e4nv).to(tl.float32) * scale[None, :]
 
 
-@triton.jit(do_not_specialize=["experts"], do_not_specialize_on_alignment=["x_ptr", "scale_ptr", "ids_ptr"])
+@triton.jit(do_not_specialize=["experts"], do_not_specialize_on_alignment=["scale_ptr", "ids_ptr"])
 def _expand(
     x_ptr, scale_ptr, ids_ptr, out_ptr, experts,
     cols: tl.constexpr, topk: tl.constexpr, split: tl.constexpr, block: tl.constexpr,
@@ -125,8 +125,11 @@ def _expand(
         column = tl.program_id(1) * block + tl.arange(0, block)
         inside = column < cols
         x = tl.load(x_ptr + row * cols + column, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(scale_ptr + row * ((cols + 127) // 128) + column // 128, mask=inside, other=0.0)
-        value = (x * scale).to(tl.bfloat16)
+        group: tl.constexpr = min(block, 128)
+        number = tl.program_id(1) * (block // group) + tl.arange(0, block // group)
+        scales: tl.constexpr = (cols + 127) // 128
+        scale = tl.load(scale_ptr + row * scales + number, mask=number < scales, other=0.0)
+        value = tl.reshape(tl.reshape(x, [block // group, group]) * scale[:, None], [block]).to(tl.bfloat16)
         if split:
             even, odd = tl.split(tl.reshape(value, [block // 2, 2]))
             target = tl.program_id(1) * (block // 2) + tl.arange(0, block // 2)
@@ -136,7 +139,7 @@ def _expand(
             tl.store(out_ptr + row * cols + column, value, mask=inside)
 
 
-@triton.jit(do_not_specialize=["limit"], do_not_specialize_on_alignment=["x_ptr", "route_ptr"])
+@triton.jit(do_not_specialize=["limit"], do_not_specialize_on_alignment=["route_ptr"])
 def _gate_up(
     x_ptr, w_ptr, s_ptr, slots_ptr, owner_ptr, route_ptr, out_ptr, limit,
     hidden: tl.constexpr, inner: tl.constexpr, topk: tl.constexpr, fmt: tl.constexpr,

@@ -1,0 +1,53 @@
+"""Every specialisation of the routed experts compiles ahead of time: all weight formats, small and large blocks."""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+from dsv4.ops import _triton
+from dsv4.ops.shapes import flash
+from triton.backends.compiler import GPUTarget
+
+from dsv4 import ops
+
+from .test_triton_aot import source
+
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+SMALL_FLASH = replace(flash, hidden=512, expert_hidden=256)  # the tiles and formats of flash, in fewer steps
+UNALIGNED = ("ids_ptr", "route_ptr", "scale_ptr")
+
+
+def launches(shape):
+    """One launch of every key of the prewarm cases."""
+    spec, cpu = ops.spec("expert_ffn"), torch.device("cpu")
+    found = {}
+    for case in importlib.import_module("dsv4.ops.expert_ffn").cuda_cases(shape, cpu, 64):
+        args, kwargs = case.arguments()
+        with _triton.recording() as calls:
+            spec.cuda(*args, **kwargs)
+        assert case.key in {call.key for call in calls}
+        found |= {call.key: call for call in calls}
+    return found
+
+
+def compile_for(call, arch):
+    """Compile with the pointer alignment that a real launch sees: without it, loads are neither wide nor asynchronous."""
+    code = source(call)
+    names = [n for n in call.kernel.arg_names if n.endswith("_ptr") and n not in UNALIGNED]
+    code.attrs = {(call.kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names}
+    options = {k: v for k, v in call.meta.items() if k in OPTIONS}
+    return triton.compile(code, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_compiles(arch):
+    """Products use the matrix instructions of the architecture; shared memory fits twice in a multiprocessor for FP4."""
+    for key, call in launches(SMALL_FLASH).items():
+        compiled = compile_for(call, arch)
+        assert compiled.asm["cubin"]
+        if key[1] in ("gate_up", "down"):
+            assert ("wgmma.mma_async" if arch == 90 else "tcgen05.mma") in compiled.asm["ptx"], key
+            assert "cp.async" in compiled.asm["ptx"] and ".ftz" not in compiled.asm["ptx"], key
+            assert compiled.metadata.shared <= (100 if "uint8" in key else 220) * 1024, key
