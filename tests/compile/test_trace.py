@@ -298,7 +298,7 @@ class TestFaults:
         opcheck(good, (torch.randn(3, 4), torch.randn(4)), {"eps": 1e-6}, test_utils="test_schema")
 
     def test_missing_compiler(self, monkeypatch):
-        monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nonexistent/g++"))
         monkeypatch.setattr(inductor, "compile_piece", lambda *_: pytest.fail("compiled without a compiler"))
-        with pytest.raises(CompilerMissingError, match=r"C\+\+ compiler, got none among .*/nonexistent/g\+\+"):
+        missing = pytest.raises(CompilerMissingError, match=r"C\+\+ compiler, got none among .*/nonexistent/g\+\+")
+        with torch._inductor.config.patch({"cpp.cxx": (None, "/nonexistent/g++")}), missing:
             compile_model(lambda x: x + 1)(torch.randn(3))
