@@ -13,7 +13,7 @@ from ._triton import dtype_key, launch
 MAX_BLOCK = 1024
 
 
-@triton.jit(do_not_specialize_on_alignment=["post_ptr", "comb_ptr"])
+@triton.jit
 def _mhc_post(
     y_ptr, streams_ptr, post_ptr, comb_ptr, out_ptr,
     num_streams: tl.constexpr, hidden: tl.constexpr, block: tl.constexpr,

@@ -27,17 +27,25 @@ from .shapes import Shape
 
 MAX_HIDDEN = 8192  # a row of every stream is held in the registers of one program
 NUM_STREAMS = 4
-CHUNK = tl.constexpr(16)  # parts whose loads are in flight together
+PARTS_IN_FLIGHT = tl.constexpr(16)  # loads of a group of rows that do not wait for each other
+PARTS_PER_TILE = tl.constexpr(32)
+
+
+@triton.jit
+def _leading(x):
+    """``x`` cut to the 8 leading bits of its significand: as bf16, and what is left, as fp32. Both are exact."""
+    bits = x.to(tl.int32, bitcast=True)
+    piece = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)  # integer steps: conversions run at a lower rate
+    return piece, x - (bits & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _product(x, fn):
     """``x [t, k] @ fn [n, k].T`` in fp32, accurate to fp32 rounding."""
     if x.dtype == tl.bfloat16:
-        high = fn.to(tl.bfloat16)
-        rest = fn - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        high, rest = _leading(fn)
+        middle, rest = _leading(rest)
+        low, _ = _leading(rest)
         total = tl.dot(x, low.T)
         total = tl.dot(x, middle.T, total)
         return tl.dot(x, high.T, total)
@@ -71,17 +79,6 @@ def _mhc_products(
 
 
 @triton.jit
-def _sum_parts(pointer, keep, stride, num_splits):
-    """Sum of the parts at ``pointer``, ``pointer + stride``, … in order."""
-    total = tl.zeros(pointer.shape, dtype=tl.float32)
-    for start in range(0, num_splits, CHUNK):
-        for index in tl.static_range(CHUNK):
-            part = start + index
-            total += tl.load(pointer + part * stride, mask=keep & (part < num_splits), other=0.0)
-    return total
-
-
-@triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
@@ -96,27 +93,34 @@ def _mix(
     row = group.to(tl.int64) * group_rows + tl.arange(0, group_rows)
     keep = row < num_tokens
     stream = tl.arange(0, num_streams)
-    stride = num_tokens.to(tl.int64) * columns
-    parts = partials_ptr + row * columns
-    inverse = tl.rsqrt(_sum_parts(parts + outputs, keep, stride, num_splits) / (num_streams * hidden) + eps)
-
-    at = num_streams + stream[None, :]
-    gate = _sum_parts(parts[:, None] + at, keep[:, None], stride, num_splits) * inverse[:, None]
-    gate = 2.0 * _sigmoid(gate * tl.load(scale_ptr + 1) + tl.load(base_ptr + at))
-    tl.store(post_ptr + row[:, None] * num_streams + stream[None, :], gate, mask=keep[:, None])
-
+    post_at = num_streams + stream[None, :]
     entry = stream[None, :, None] * num_streams + stream[None, None, :]
-    at = 2 * num_streams + entry
-    keep = keep[:, None, None]
-    comb = _sum_parts(parts[:, None, None] + at, keep, stride, num_splits) * inverse[:, None, None]
-    comb = comb * tl.load(scale_ptr + 2) + tl.load(base_ptr + at)
+    comb_at = 2 * num_streams + entry
+    stride = num_tokens.to(tl.int64) * columns
+    part_ptr = partials_ptr + row * columns
+    squares = tl.zeros([group_rows], dtype=tl.float32)
+    post = tl.zeros([group_rows, num_streams], dtype=tl.float32)
+    comb = tl.zeros([group_rows, num_streams, num_streams], dtype=tl.float32)
+    for start in range(0, num_splits, PARTS_IN_FLIGHT):
+        for index in tl.static_range(PARTS_IN_FLIGHT):
+            there = keep & (start + index < num_splits)
+            squares += tl.load(part_ptr + outputs, mask=there, other=0.0)
+            post += tl.load(part_ptr[:, None] + post_at, mask=there[:, None], other=0.0)
+            comb += tl.load(part_ptr[:, None, None] + comb_at, mask=there[:, None, None], other=0.0)
+            part_ptr += stride
+    inverse = tl.rsqrt(squares / (num_streams * hidden) + eps)
+
+    post = post * inverse[:, None] * tl.load(scale_ptr + 1) + tl.load(base_ptr + post_at)
+    tl.store(post_ptr + row[:, None] * num_streams + stream[None, :], 2.0 * _sigmoid(post), mask=keep[:, None])
+
+    comb = comb * inverse[:, None, None] * tl.load(scale_ptr + 2) + tl.load(base_ptr + comb_at)
     comb = tl.exp(comb - tl.max(comb, axis=2, keep_dims=True))
     comb = comb / tl.sum(comb, axis=2, keep_dims=True) + hc_eps
     comb = comb / (tl.sum(comb, axis=1, keep_dims=True) + hc_eps)
     for _ in range(sinkhorn_iters - 1):
         comb = comb / (tl.sum(comb, axis=2, keep_dims=True) + hc_eps)
         comb = comb / (tl.sum(comb, axis=1, keep_dims=True) + hc_eps)
-    tl.store(comb_ptr + row[:, None, None] * (num_streams * num_streams) + entry, comb, mask=keep)
+    tl.store(comb_ptr + row[:, None, None] * (num_streams * num_streams) + entry, comb, mask=keep[:, None, None])
 
 
 @triton.jit
@@ -133,10 +137,18 @@ def _collapse(
     value = tl.load(source, mask=inside[None, :], other=0.0)
     norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
 
-    stride = num_tokens.to(tl.int64) * columns
-    parts = partials_ptr + row * columns
-    squares = _sum_parts(parts + outputs + stream * 0, True, stride, num_splits)  # the same in every element
-    gate = _sum_parts(parts + stream, True, stride, num_splits)
+    part = tl.arange(0, PARTS_PER_TILE)
+    kind = tl.arange(0, 2)[:, None]
+    at = tl.where(kind == 0, stream[None, :], outputs)  # the gates, and the squares beside each
+    total = tl.zeros([PARTS_PER_TILE, 2, num_streams], dtype=tl.float32)
+    for start in range(0, num_splits, PARTS_PER_TILE):
+        offset = ((start + part).to(tl.int64) * num_tokens + row) * columns
+        there = start + part < num_splits
+        pointer = partials_ptr + offset[:, None, None] + at[None, :, :]
+        total += tl.load(pointer, mask=there[:, None, None], other=0.0)
+    both = tl.sum(total, axis=0)
+    gate = tl.sum(tl.where(kind == 0, both, 0.0), axis=0)
+    squares = tl.sum(tl.where(kind == 1, both, 0.0), axis=0)
     gate = gate * tl.rsqrt(squares / (num_streams * hidden) + eps)
     gate = _sigmoid(gate * tl.load(scale_ptr) + tl.load(base_ptr + stream)) + hc_eps
 
@@ -220,10 +232,10 @@ def run(
         products, _mhc_products, (triton.cdiv(num_tokens, block_t), num_splits),
         streams, fn, partials, num_tokens, num_splits,
         width=num_streams * hidden, outputs=outputs, columns=columns, block_t=block_t,
-        block_k=128 if streams.dtype == torch.bfloat16 else 32, num_warps=4, num_stages=4,
+        block_k=64 if streams.dtype == torch.bfloat16 else 32, num_warps=4, num_stages=6,
     )  # fmt: skip
     block = triton.next_power_of_2(hidden)
-    warps = 8 if block >= 2048 else 4
+    warps = 8 if block > 4096 else 4
     group_rows = 2 * warps  # one thread per element of comb
     num_groups = triton.cdiv(num_tokens, group_rows) if weights else 0
     post, comb = weights or (x, x)
