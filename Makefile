@@ -2,8 +2,11 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+# One thread per worker: two processes that each start two threads spend their time waiting for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: demo test test-all clean
 
@@ -11,12 +14,12 @@ demo: $(VENV)/.runtime
 	$(BIN)/python tools/demo.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --ignore tests/kernels -m "not slow and not gpu"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -m "not slow"
+	$(PYTEST) --ignore tests/kernels -m "not slow and not gpu"
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels -m "not slow and not gpu"
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest --ignore tests/kernels -m "not gpu"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+	$(PYTEST) --ignore tests/kernels -m "not gpu"
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels -m "not gpu"
 
 $(VENV)/.runtime: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

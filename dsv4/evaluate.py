@@ -127,6 +127,7 @@ def relative_rms(got: torch.Tensor, want: torch.Tensor) -> float:
     """``rms(got - want) / rms(want)`` over the elements finite in ``want``."""
     if got.shape != want.shape:
         raise ValueError(f"recorded values must have shape {list(got.shape)}, got {list(want.shape)}")
+    got = got.to(want.device)
     finite = want.isfinite()
     got, want = got[finite].double(), want[finite].double()
     return ((got - want).square().mean().sqrt() / want.square().mean().sqrt()).item()
