@@ -50,9 +50,7 @@ def key(gate_up: torch.Tensor, out: torch.Tensor, row_weight: torch.Tensor) -> t
     return ("swiglu", out.shape[-1], int(row_weight.numel() > 0), *dtype_key(gate_up, out))
 
 
-def run(
-    gate_up: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, limit: float, row_weight: torch.Tensor
-) -> None:
+def run(gate_up: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, limit: float, row_weight: torch.Tensor) -> None:
     """``silu(min(gate, limit)) * clamp(up, -limit, limit)`` in fp32, times the row's weight, rounded to ``out``.
 
     Rows are independent of each other.

@@ -39,7 +39,7 @@ def _fp8_linear(
     else:
         scale_tile = weight_scale_ptr + first_out // step * blocks
     total = tl.zeros((outs, tokens), tl.float32)
-    for block in range(0, blocks):
+    for block in range(blocks):
         if unit == step:
             weight = tl.load(weight_tile, mask=out_inside[:, None], other=0.0)
             x = tl.load(x_tile, mask=token_inside[:, None], other=0.0)

@@ -36,7 +36,7 @@ def _grouped_o_proj(
     if plain > 0:
         column = tl.arange(0, step)
         pieces: tl.constexpr = (plain + step - 1) // step
-        for piece in range(0, heads * pieces):
+        for piece in range(heads * pieces):
             start = piece % pieces * step
             offset = piece // pieces * head_dim + start + column[None, :]
             if plain % step == 0:
@@ -57,7 +57,7 @@ def _grouped_o_proj(
         pair_inside = valid[:, None] & (pair < half - start // 2)[None, :]
         cos = tl.load(table_row[:, None] + start // 2 + pair[None, :], mask=pair_inside, other=0.0)
         sin = tl.load(table_row[:, None] + half + start // 2 + pair[None, :], mask=pair_inside, other=0.0)
-        for head in range(0, heads):
+        for head in range(heads):
             offset = head * head_dim + plain + start + tail_column[None, :]
             weight = tl.load(weight_row + offset, mask=out_inside & inside, other=0.0)
             tail = tl.load(o_row + offset, mask=valid[:, None] & inside, other=0.0)

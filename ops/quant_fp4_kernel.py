@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ._matmul_tiles import aligned
 from ._triton import dtype_key, launch
 
 _GROUP = 32
@@ -45,6 +46,6 @@ def run(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) -> None:
     """Write packed codes ``[..., size / 2]`` and E8M0 bytes ``[..., size / 32]`` of ``x [..., size]``."""
     total = scale.numel()
     launch(
-        key(x), _quant_fp4, (triton.cdiv(total, _GROUPS),), x.contiguous(), packed, scale, total,
+        key(x), _quant_fp4, (triton.cdiv(total, _GROUPS),), aligned(x), packed, scale, total,
         groups=_GROUPS, group=_GROUP, num_warps=4,
     )  # fmt: skip

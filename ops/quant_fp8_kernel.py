@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ._matmul_tiles import aligned
 from ._quant_kernel import quantize_fp8_rows
 from ._triton import dtype_key, launch
 
@@ -16,12 +17,12 @@ _GROUPS = 16  # blocks per program: 4 KiB of bf16
 
 @triton.jit(do_not_specialize=["total", "size"])
 def _quant_fp8(
-    x_ptr, codes_ptr, scale_ptr, total, size, aligned: tl.constexpr, groups: tl.constexpr, group: tl.constexpr
+    x_ptr, codes_ptr, scale_ptr, total, size, whole: tl.constexpr, groups: tl.constexpr, group: tl.constexpr
 ):
     first = tl.program_id(0).to(tl.int64) * groups
     inside = tl.arange(0, groups) < total - first
     column = tl.arange(0, group)[None, :]
-    if aligned:
+    if whole:
         offset = first * group + tl.arange(0, groups)[:, None] * group + column
         mask = inside[:, None] & (column < group)
     else:
@@ -45,6 +46,6 @@ def run(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
     """Write e4m3 codes ``[..., size]`` and fp32 scales ``[..., ceil(size / 128)]`` of ``x [..., size]``."""
     total = scale.numel()
     launch(
-        key(x), _quant_fp8, (triton.cdiv(total, _GROUPS),), x.contiguous(), codes, scale, total, x.shape[-1],
-        aligned=x.shape[-1] % _GROUP == 0, groups=_GROUPS, group=_GROUP, num_warps=4,
+        key(x), _quant_fp8, (triton.cdiv(total, _GROUPS),), aligned(x), codes, scale, total, x.shape[-1],
+        whole=x.shape[-1] % _GROUP == 0, groups=_GROUPS, group=_GROUP, num_warps=4,
     )  # fmt: skip

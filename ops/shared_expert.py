@@ -14,7 +14,7 @@ import torch
 
 from . import _experts
 from ._formats import WEIGHT_BLOCK
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .quant_fp8 import reference as quant_fp8
 from .shapes import Shape
 
@@ -106,6 +106,70 @@ def _fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight / spread[: weight.shape[0], : weight.shape[1]]).to(torch.float8_e4m3fn), scale
 
 
+def cuda(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    *,
+    limit: float,
+    dtype: torch.dtype,
+    deterministic: bool,
+) -> torch.Tensor:
+    """FP8 and dense weights: kernels whose rows never depend on each other, so ``deterministic`` changes nothing.
+
+    FP4 weights, which no published checkpoint has here, run as a routed expert of weight 1.
+    """
+    out = _alloc(x, x_scale, w13, w13_scale, w2, w2_scale, dtype)
+    if x_scale.numel() and x_scale.shape[0] != x.shape[0]:  # the kernels would read past the end
+        raise ValueError(f"shared_expert x_scale must have {x.shape[0]} rows, got {x_scale.shape[0]}")
+    if w13.dtype == _experts.FP4:
+        from .expert_ffn import cuda as expert_ffn
+
+        ids = torch.zeros(x.shape[0], 1, dtype=torch.int32, device=x.device)
+        weights = torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
+        stacked = (weight.unsqueeze(0) for weight in (w13, w13_scale, w2, w2_scale))
+        return out.copy_(expert_ffn(x, x_scale, ids, weights, *stacked, limit=limit, deterministic=deterministic))
+    from . import shared_expert_kernel
+
+    shared_expert_kernel.run(x, x_scale, w13, w13_scale, w2, w2_scale, out, limit)
+    return out
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """The launches of FP8 and of bf16 experts, per token tile; most are shared with ``fp8_linear`` and ``linear``."""
+    from . import _matmul_tiles, shared_expert_kernel
+
+    def tensors(count: int, kind: torch.dtype, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+        hidden, inner = shape.hidden, shape.expert_hidden
+        x, w13, w2 = (
+            torch.zeros(size, device=device).to(kind)
+            for size in ((count, hidden), (2 * inner, hidden), (hidden, inner))
+        )
+        if kind != _experts.FP8:
+            empty = torch.empty(0, device=device)
+            return x, empty, w13, empty, w2, empty
+        rows, cols = (-(-size // WEIGHT_BLOCK) for size in (inner, hidden))
+        sizes = ((count, cols), (2 * rows, cols), (cols, rows))
+        scales = [torch.ones(size, device=device) for size in sizes]
+        return x, scales[0], w13, scales[1], w2, scales[2]
+
+    cases = {}
+    for count in _matmul_tiles.sample_counts(max_tokens):
+        for kind in (_experts.FP8, torch.bfloat16):
+
+            def arguments(count: int = count, kind: torch.dtype = kind) -> Arguments:
+                keywords = {"limit": shape.swiglu_limit, "dtype": torch.bfloat16, "deterministic": True}
+                return tensors(count, kind, device), keywords
+
+            x, _, w13, _, w2, _ = tensors(count, kind, "meta")
+            for key in shared_expert_kernel.keys(x, w13, w2):
+                cases.setdefault(key, PrewarmCase(op="shared_expert", key=key, arguments=arguments))
+    return tuple(cases.values())
+
+
 shared_expert = register(
     "shared_expert",
     "(Tensor x, Tensor x_scale, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, *, float limit, "
@@ -113,4 +177,6 @@ shared_expert = register(
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )

@@ -39,7 +39,13 @@ def test_matches_reference(shape, num_tokens, dtype):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize(
     "sizes",
-    [(7, 6, 40, 16, 3, 10), (20, 3, 40, 40, 1, 70), (300, 2, 192, 64, 2, 24), (5, 2, 100, 80, 1, 16), (4, 2, 6, 2, 2, 3)],
+    [
+        (7, 6, 40, 16, 3, 10),
+        (20, 3, 40, 40, 1, 70),
+        (300, 2, 192, 64, 2, 24),
+        (5, 2, 100, 80, 1, 16),
+        (4, 2, 6, 2, 2, 3),
+    ],
     ids=str,
 )
 def test_odd_sizes_and_pads(sizes, dtype, weight_dtype):
