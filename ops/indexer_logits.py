@@ -19,7 +19,7 @@ import torch
 
 from . import _paged
 from ._example_rows import example_rows
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import BLOCK_TOKENS, Shape
 
 TEMPORARY_BYTES = 64 << 20
@@ -125,6 +125,50 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return args, {"ratio": _RATIO, "dtype": dtype, "deterministic": False}
 
 
+def cuda(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    positions: torch.Tensor,
+    row_requests: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    ratio: int,
+    dtype: torch.dtype,
+    deterministic: bool,
+) -> torch.Tensor:
+    """Every row is a product of its own, whoever shares its keys: ``deterministic`` changes nothing."""
+    from . import indexer_logits_kernel
+
+    scores = _alloc(q, weights, cache, block_tables, ratio, dtype)
+    indexer_logits_kernel.run(q, weights, cache, positions, row_requests, block_tables, scores, ratio=ratio)
+    return scores
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """bf16 queries, bf16 and (where the dimension has the layout) FP8 caches, scores of either numerics mode."""
+    from . import indexer_logits_kernel
+
+    cases = []
+    page_rows = BLOCK_TOKENS // _RATIO
+    for storage in (torch.bfloat16, torch.uint8) if shape.index_dim == _paged.INDEX_DIM else (torch.bfloat16,):
+        for dtype in _DTYPES:
+
+            def arguments(storage: torch.dtype = storage, dtype: torch.dtype = dtype) -> Arguments:
+                args, options = example(shape, num_tokens=2, device=device, dtype=torch.bfloat16, seed=0)
+                if storage == torch.uint8:
+                    size = (args[2].shape[0], _paged.fp8_page_bytes(page_rows, shape.index_dim))
+                    args = (*args[:2], torch.zeros(size, dtype=storage, device=device), *args[3:])
+                return args, {**options, "dtype": dtype}
+
+            q = torch.empty(1, shape.index_heads, shape.index_dim, dtype=torch.bfloat16, device="meta")
+            row = (page_rows, shape.index_dim) if storage != torch.uint8 else (page_rows * _paged.INDEX_ROW_BYTES,)
+            cache = torch.empty(1, *row, dtype=storage, device="meta")
+            key = indexer_logits_kernel.key(q, cache, dtype)
+            cases.append(PrewarmCase(op="indexer_logits", key=key, arguments=arguments))
+    return tuple(cases)
+
+
 indexer_logits = register(
     "indexer_logits",
     "(Tensor q, Tensor weights, Tensor cache, Tensor positions, Tensor row_requests, Tensor block_tables, *, int ratio,"
@@ -132,5 +176,7 @@ indexer_logits = register(
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
     boundary=True,
 )

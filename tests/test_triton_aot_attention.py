@@ -44,7 +44,18 @@ def test_sparse_attention(shape, fp8, entries, arch):
     check_launch("sparse_attention", args, {**options, "entries": entries}, arch)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("query", [torch.bfloat16, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("fp8", [pytest.param(False, marks=pytest.mark.slow), True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param(nano, marks=pytest.mark.slow), SMALL_FLASH], ids=lambda s: s.name)
+def test_indexer_logits(shape, dtype, fp8, query, arch):
+    args, options = contract.example(ops.spec("indexer_logits"), shape, 5, torch.bfloat16)
+    args = (args[0].to(query), args[1], fp8_like(args[2]) if fp8 else args[2], *args[3:])
+    check_launch("indexer_logits", args, {**options, "dtype": dtype}, arch)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sparse_attention"])
+@pytest.mark.parametrize("name", ["sparse_attention", "indexer_logits"])
 def test_fp32(name):
     check_launch(name, *contract.example(ops.spec(name), nano, 5, torch.float32), 90)
