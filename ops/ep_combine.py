@@ -6,14 +6,16 @@ Meaning: row t of out is the sum over ranks, in rank order, of y at the slot tha
 rank received. Slots from recv_count on are not read. With one rank, dispatch, ``expert_ffn`` on the received rows and
 combine give bitwise what ``expert_ffn`` gives on the rows themselves with ``deterministic``.
 Numerics: fp32; one rank copies.
-Errors: ``ValueError`` for dtypes or static shapes that do not agree, and for a count or source outside the buffers (a
-host read, which only the CPU body makes); ``NotImplementedError`` for a group of several ranks, which has no body here.
+A count above C, which ``ep_dispatch`` leaves on CUDA after an overflow, and sources outside 0…T−1 raise on the CPU.
+CUDA, which may not read them on the host, takes C rows and drops the rows without a place.
+Errors: ``ValueError`` for dtypes or static shapes that do not agree, and for a count or source outside the buffers on
+the CPU; ``NotImplementedError`` for a group of several ranks, which has no body here.
 """
 
 import torch
 
 from . import _runtime
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 
@@ -72,11 +74,37 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return tuple(t.to(device, copy=True) for t in tensors), {"group": _runtime.SELF}
 
 
+def cuda(
+    y: torch.Tensor, recv_source: torch.Tensor, recv_count: torch.Tensor, out: torch.Tensor, *, group: str
+) -> None:
+    """One rank: the reference's result; never reads or writes outside the buffers."""
+    from . import ep_combine_kernel
+
+    _check(y, recv_source, recv_count, out, group)
+    if not out.is_contiguous():
+        raise ValueError(f"ep_combine out must be contiguous, got strides {out.stride()}")
+    out.zero_()
+    ep_combine_kernel.run(y, recv_source, recv_count, out)
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    from . import ep_combine_kernel
+
+    def arguments() -> Arguments:
+        rows = torch.zeros(1, shape.hidden, device=device)
+        source = torch.zeros(1, dtype=torch.int64, device=device)
+        return (rows, source, source.int(), torch.empty_like(rows)), {"group": _runtime.SELF}
+
+    return (PrewarmCase(op="ep_combine", key=ep_combine_kernel.key(shape.hidden), arguments=arguments),)
+
+
 ep_combine = register(
     "ep_combine",
     "(Tensor y, Tensor recv_source, Tensor recv_count, Tensor(a!) out, *, str group) -> ()",
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
     role="parallel",
 )

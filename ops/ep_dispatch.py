@@ -9,14 +9,16 @@ Meaning: a row is received once by every rank that holds at least one of its exp
 row. ``recv_source = source_rank * 2^32 + row``: the stride is a constant, so ranks need not agree on T.
 Received rows fill slots 0…recv_count−1; the slots behind them are left as they are.
 Numerics: copies, no arithmetic.
-Errors: ``ValueError`` for dtypes or static shapes that do not agree, and if more than C rows arrive (a host read,
-which only the CPU body makes); ``NotImplementedError`` for a group of several ranks, which has no body here.
+Overflow: if more than C rows arrive, the CPU raises. CUDA, which may not read the count on the host, keeps the first
+C rows and leaves in recv_count the number that arrived: whoever reads it compares it with C.
+Errors: ``ValueError`` for dtypes or static shapes that do not agree, and if more than C rows arrive on the CPU;
+``NotImplementedError`` for a group of several ranks, which has no body here.
 """
 
 import torch
 
 from . import _runtime
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 
@@ -59,6 +61,13 @@ def _check(
         raise ValueError(f"ep_dispatch recv_count must have shape [1], got {list(recv_count.shape)}")
 
 
+def _capacity(*buffers: torch.Tensor) -> int:
+    capacities = [buffer.shape[0] for buffer in buffers]
+    if len(set(capacities)) != 1:
+        raise ValueError(f"ep_dispatch receive buffers must have one capacity, got {capacities}")
+    return capacities[0]
+
+
 def reference(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -77,15 +86,12 @@ def reference(
     """One rank: compact the rows that have an expert, in row order."""
     _check(x, x_scale, ids, weights, recv_x, recv_scale, recv_ids, recv_weights, recv_source, recv_count, group)
     has_scale = x_scale.shape[-1] != 0
-    buffers = [recv_x, recv_ids, recv_weights, recv_source] + [recv_scale] * has_scale
-    capacities = [buffer.shape[0] for buffer in buffers]
-    if len(set(capacities)) != 1:
-        raise ValueError(f"ep_dispatch receive buffers must have one capacity, got {capacities}")
+    capacity = _capacity(recv_x, recv_ids, recv_weights, recv_source, *[recv_scale] * has_scale)
     held = (ids >= 0) & (ids < num_experts)
     rows = held.any(dim=1).nonzero().flatten()
     count = rows.numel()
-    if count > capacities[0]:
-        raise ValueError(f"ep_dispatch capacity must hold the {count} rows to receive, got {capacities[0]}")
+    if count > capacity:
+        raise ValueError(f"ep_dispatch capacity must hold the {count} rows to receive, got {capacity}")
     recv_x[:count] = x[rows]
     if has_scale:
         recv_scale[:count] = x_scale[rows]
@@ -116,7 +122,7 @@ def fake(
 def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
     """Random rows in one rank, one of them without an expert; buffers with three spare slots, poisoned."""
     g = torch.Generator(device="cpu").manual_seed(seed)
-    columns, topk = shape.hidden // 32, shape.experts_per_token
+    columns, topk = shape.hidden // 32, min(shape.experts_per_token, shape.num_experts)
     capacity = num_tokens + 3
     ids = torch.rand(num_tokens, shape.num_experts, generator=g).topk(topk).indices.int()
     if num_tokens > 1:
@@ -137,6 +143,59 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return tuple(t.to(device, copy=True) for t in tensors), keywords
 
 
+def cuda(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    recv_x: torch.Tensor,
+    recv_scale: torch.Tensor,
+    recv_ids: torch.Tensor,
+    recv_weights: torch.Tensor,
+    recv_source: torch.Tensor,
+    recv_count: torch.Tensor,
+    *,
+    num_experts: int,
+    group: str,
+) -> None:
+    """One rank: the reference's result, except that an overflow shows in ``recv_count`` and does not raise."""
+    from . import ep_dispatch_kernel
+
+    received = (recv_x, recv_scale, recv_ids, recv_weights, recv_source, recv_count)
+    _check(x, x_scale, ids, weights, *received, group)
+    _capacity(recv_x, recv_ids, recv_weights, recv_source, *[recv_scale] * (x_scale.shape[-1] != 0))
+    for buffer in received:
+        if not buffer.is_contiguous():
+            raise ValueError(f"ep_dispatch receive buffers must be contiguous, got strides {buffer.stride()}")
+    ep_dispatch_kernel.run((x, x_scale, ids, weights), received, num_experts)
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """Rows of a bf16 model: e4m3 with scales, and bf16 without."""
+    from . import ep_dispatch_kernel
+
+    cases: dict[tuple[str | int, ...], PrewarmCase] = {}
+    hidden, topk = shape.hidden, shape.experts_per_token
+    for dtype, scales in ((torch.float8_e4m3fn, -(-hidden // 128)), (torch.bfloat16, 0)):
+
+        def arguments(dtype: torch.dtype = dtype, scales: int = scales) -> Arguments:
+            def rows() -> tuple[torch.Tensor, ...]:
+                return (
+                    torch.zeros(1, hidden, dtype=dtype, device=device),
+                    torch.ones(1, scales, device=device),
+                    torch.zeros(1, topk, dtype=torch.int32, device=device),
+                    torch.ones(1, topk, device=device),
+                )
+
+            source = torch.zeros(1, dtype=torch.int64, device=device)
+            count = torch.zeros(1, dtype=torch.int32, device=device)
+            return (*rows(), *rows(), source, count), {"num_experts": shape.num_experts, "group": _runtime.SELF}
+
+        for key in ep_dispatch_kernel.keys(torch.empty(0, hidden, dtype=dtype, device="meta"), scales, topk):
+            cases.setdefault(key, PrewarmCase(op="ep_dispatch", key=key, arguments=arguments))
+    return tuple(cases.values())
+
+
 ep_dispatch = register(
     "ep_dispatch",
     "(Tensor x, Tensor x_scale, Tensor ids, Tensor weights, Tensor(a!) recv_x, Tensor(b!) recv_scale, "
@@ -145,5 +204,7 @@ ep_dispatch = register(
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
     role="parallel",
 )

@@ -51,7 +51,7 @@ def _e2m1(code, scale):
 
 @triton.jit
 def _columns(x_ptr, row, inside, start, step, cols, limit: tl.constexpr, block_k: tl.constexpr, fmt: tl.constexpr):
-    """Transposed tile ``[block_k, pairs]`` of the rows at ``row [pairs]`` (int64), columns ``start + step * block_k`` on.
+    """Transposed tile ``[block_k, pairs]`` of rows ``row [pairs]`` (int64), from column ``start + step * block_k``.
 
     Columns from ``limit`` on (counted without ``start``) are zero.
     """

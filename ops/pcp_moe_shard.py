@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from . import _experts, _routing, _runtime
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .expert_ffn import example as expert_example
 from .expert_ffn import reference as expert_ffn
 from .linear import reference as linear
@@ -137,13 +137,62 @@ def fake(
     return _alloc(x, gate, bias, table, experts, shared, load_counts, topk, hashed, group)
 
 
+def cuda(
+    x: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_valid: torch.Tensor,
+    gate: torch.Tensor,
+    bias: torch.Tensor,
+    table: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    shared_w13: torch.Tensor,
+    shared_w13_scale: torch.Tensor,
+    shared_w2: torch.Tensor,
+    shared_w2_scale: torch.Tensor,
+    load_enabled: torch.Tensor,
+    load_counts: torch.Tensor,
+    *,
+    topk: int,
+    scale: float,
+    limit: float,
+    hashed: bool,
+    deterministic: bool,
+    group: str,
+) -> torch.Tensor:
+    """The reference's composition, of the registered ops: each of them runs its own kernels."""
+    ops = torch.ops.dsv4
+    experts = (w13, w13_scale, w2, w2_scale)
+    shared = (shared_w13, shared_w13_scale, shared_w2, shared_w2_scale)
+    out = _alloc(x, gate, bias, table, experts, shared, load_counts, topk, hashed, group)
+    logits = ops.linear.default(x, gate, dtype=torch.float32, deterministic=deterministic)
+    if hashed:
+        ids, weights = ops.route_hash.default(logits, table, token_ids, num_valid, scale=scale)
+    else:
+        ids, weights = ops.route_topk.default(logits, bias, num_valid, topk=topk, scale=scale)
+    ops.record_expert_load.default(ids, load_enabled, load_counts)
+    inputs = ops.quant_fp8.default(x) if _experts.is_quantized(w13) else (x, x.new_empty(0))
+    total = ops.expert_ffn.default(*inputs, ids, weights, *experts, limit=limit, deterministic=deterministic)
+    total += ops.shared_expert.default(*inputs, *shared, limit=limit, dtype=x.dtype, deterministic=deterministic)
+    valid = _routing.in_step(logits, num_valid).unsqueeze(1)
+    return out.copy_(torch.where(valid, total, 0.0))
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """None: the op launches no kernel of its own, and its parts list theirs."""
+    return ()
+
+
 def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
     """Routing by score for even seeds and by table for odd ones; fp32 has dense weights, bf16 FP4 and FP8 ones."""
     g = torch.Generator(device="cpu").manual_seed(seed)
     common: dict[str, Any] = {"num_tokens": num_tokens, "device": device, "dtype": dtype, "seed": seed}
     (_, _, _, _, *experts), _ = expert_example(shape, **common)
     (_, _, *shared), _ = shared_example(shape, **common)
-    table = torch.rand(shape.vocab, shape.num_experts, generator=g).topk(shape.experts_per_token).indices
+    topk = min(shape.experts_per_token, shape.num_experts)
+    table = torch.rand(shape.vocab, shape.num_experts, generator=g).topk(topk).indices
     rows = (
         torch.randn(num_tokens, shape.hidden, generator=g).to(dtype),
         torch.randint(shape.vocab, (num_tokens,), generator=g),
@@ -154,7 +203,7 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     )
     counters = (torch.ones(1, dtype=torch.int32), torch.randint(0, 1000, (shape.num_experts,), generator=g))
     keywords = {
-        "topk": shape.experts_per_token,
+        "topk": topk,
         "scale": shape.route_scale,
         "limit": shape.swiglu_limit,
         "hashed": seed % 2 == 1,
@@ -173,5 +222,7 @@ pcp_moe_shard = register(
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
     role="parallel",
 )

@@ -33,7 +33,7 @@ def launches(shape):
 
 
 def compile_for(call, arch):
-    """Compile with the pointer alignment that a real launch sees: without it, loads are neither wide nor asynchronous."""
+    """Compile with the pointer alignment of a real launch: without it, loads are neither wide nor asynchronous."""
     code = source(call)
     names = [n for n in call.kernel.arg_names if n.endswith("_ptr") and n not in UNALIGNED]
     code.attrs = {(call.kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names}
@@ -43,7 +43,7 @@ def compile_for(call, arch):
 
 @pytest.mark.parametrize("arch", [90, 100])
 def test_compiles(arch):
-    """Products use the matrix instructions of the architecture; shared memory fits twice in a multiprocessor for FP4."""
+    """Products use the matrix instructions of the architecture; FP4 leaves room for two programs."""
     for key, call in launches(SMALL_FLASH).items():
         compiled = compile_for(call, arch)
         assert compiled.asm["cubin"]

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from dsv4.ops import _expert_blocks_kernel, _triton, expert_ffn_kernel
+from dsv4.ops import _expert_blocks_kernel
 from dsv4.ops.shapes import nano, tiny
 
 from dsv4 import ops
 
 from ..ops import contract
 from ..ops import moe_numpy as moe
-from . import interpreter
+from . import interpreter, prewarm
 from .against_reference import compare
 
 interpreter.repair()
@@ -88,7 +88,7 @@ def test_absent_experts_and_pads_are_not_read(kind):
 def test_extreme_scales_and_nan():
     """E8M0 bytes from 2^-127 to 2^8 are exact, and a NaN scale reaches the rows of its expert alone."""
     args, kwargs = make("fp4", 7, seed=6)
-    x, x_scale, ids, route, w13, w13_scale, w2, w2_scale = args
+    _, _, ids, _, _, w13_scale, _, w2_scale = args
     w13_scale[0], w13_scale[1, ::2], w2_scale[2] = 0, 1, 135
     ids[:] = torch.arange(3, dtype=torch.int32)
     ids[0] = torch.tensor([4, 1, 0])
@@ -124,15 +124,13 @@ def test_block_bound(counts):
 
 
 def test_cases_cover_every_launch():
-    cases = SPEC.prewarm_cases(tiny, torch.device("cuda"), 64)
-    keys = {case.key for case in cases}
-    with _triton.recording() as calls:
-        for kind in ("bf16", "fp8", "fp4"):
-            for tokens, deterministic in ((1, False), (1, True), (200, False)):
-                rng = np.random.default_rng(0)
-                weights = moe.make_experts(rng, kind, tiny.num_experts, tiny.hidden, tiny.expert_hidden)
-                rows = moe.make_rows(rng, kind, tokens, tiny.hidden)[:2]
-                routing = moe.make_routing(rng, tokens, tiny.experts_per_token, tiny.num_experts)
-                SPEC.cuda(*rows, *routing, *weights.tensors, limit=1.0, deterministic=deterministic)
-    assert {call.key for call in calls} == keys
-    assert expert_ffn_kernel.block_m(200 * 2, 8, False) == 64
+    keys = set()
+    for kind in ("bf16", "fp8", "fp4"):
+        for tokens, deterministic in ((1, False), (1, True), (200, False)):
+            rng = np.random.default_rng(0)
+            weights = moe.make_experts(rng, kind, tiny.num_experts, tiny.hidden, tiny.expert_hidden)
+            rows = moe.make_rows(rng, kind, tokens, tiny.hidden)[:2]
+            routing = moe.make_routing(rng, tokens, tiny.experts_per_token, tiny.num_experts)
+            kwargs = {"limit": 1.0, "deterministic": deterministic}
+            keys |= prewarm.launched(SPEC, (*rows, *routing, *weights.tensors), kwargs)
+    assert keys == prewarm.enumerated(SPEC, tiny, 64)
