@@ -74,6 +74,13 @@ def check_rows(op: str, kv_score: torch.Tensor, step: StepRows) -> None:
         raise ValueError(f"{op} kv_score, positions and row_requests must have equal rows, got {rows}")
 
 
+def alloc_partials(kv_score: torch.Tensor, seq_lens: torch.Tensor, ratio: int, dim: int) -> Partials:
+    """Uninitialised partials ``[num_tokens // ratio + num_requests, dim]``."""
+    capacity = kv_score.shape[0] // ratio + seq_lens.shape[0]
+    maximum, total, weighted = (kv_score.new_empty(capacity, dim) for _ in range(3))
+    return maximum, total, weighted
+
+
 def emitting_rows(positions: torch.Tensor, row_requests: torch.Tensor, ratio: int) -> torch.Tensor:
     """Numbers of the rows whose position ends a window of ``ratio`` tokens."""
     return torch.nonzero((positions >= 0) & (row_requests >= 0) & ((positions + 1) % ratio == 0)).squeeze(1)

@@ -12,8 +12,8 @@ Source: online softmax (Milakov and Gimelshein, 2018) over the pooling of ``Comp
 
 import torch
 
-from . import _compressor
-from ._registry import Arguments, register
+from . import _compressor, _compressor_cases
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 
@@ -97,6 +97,35 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return args, {"ratio": ex.ratio, "eps": shape.eps, "quantize": quantize}
 
 
+def cuda(
+    maxima: torch.Tensor,
+    totals: torch.Tensor,
+    weighted: torch.Tensor,
+    norm_weight: torch.Tensor,
+    rope_table: torch.Tensor,
+    positions: torch.Tensor,
+    row_requests: torch.Tensor,
+    block_tables: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    ratio: int,
+    eps: float,
+    quantize: str,
+) -> None:
+    from . import _compressor_kernel as kernel
+
+    _check(maxima, totals, weighted, norm_weight, rope_table, cache, ratio, quantize)
+    finished = kernel.Finished(
+        (maxima, totals, weighted), norm_weight, rope_table, block_tables, cache, eps, quantize
+    )
+    kernel.finish_and_store("compressor_merge", positions, row_requests, ratio, finished=finished)
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """Every compressor of the model, for every cache a bf16 model can have; ranks are counted at run time."""
+    return _compressor_cases.merge_cases("compressor_merge", shape, device)
+
+
 compressor_merge = register(
     "compressor_merge",
     "(Tensor maxima, Tensor totals, Tensor weighted, Tensor norm_weight, Tensor rope_table, Tensor positions, "
@@ -104,5 +133,7 @@ compressor_merge = register(
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
     role="parallel",
 )

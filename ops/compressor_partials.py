@@ -14,8 +14,8 @@ Source: online softmax (Milakov and Gimelshein, 2018) over the pooling of ``Comp
 
 import torch
 
-from . import _compressor
-from ._registry import Arguments, register
+from . import _compressor, _compressor_cases
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 
@@ -23,9 +23,7 @@ def _alloc(
     kv_score: torch.Tensor, ape: torch.Tensor, seq_lens: torch.Tensor, state: torch.Tensor, ratio: int, overlap: bool
 ) -> _compressor.Partials:
     dim = _compressor.check_pool("compressor_partials", kv_score, ape, state, ratio, overlap)
-    capacity = kv_score.shape[0] // ratio + seq_lens.shape[0]
-    maximum, total, weighted = (kv_score.new_empty(capacity, dim) for _ in range(3))
-    return maximum, total, weighted
+    return _compressor.alloc_partials(kv_score, seq_lens, ratio, dim)
 
 
 def reference(
@@ -79,6 +77,35 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return args, {"ratio": ex.ratio, "overlap": True}
 
 
+def cuda(
+    kv_score: torch.Tensor,
+    ape: torch.Tensor,
+    positions: torch.Tensor,
+    row_requests: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    state_slots: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    ratio: int,
+    overlap: bool,
+) -> _compressor.Partials:
+    from . import _compressor_kernel as kernel
+
+    outs = _alloc(kv_score, ape, seq_lens, state, ratio, overlap)
+    step = _compressor.StepRows(positions, row_requests, query_starts, seq_lens, state_slots)
+    _compressor.check_rows("compressor_partials", kv_score, step)
+    kernel.pool("compressor_partials", kv_score, ape, step, state, outs, overlap)
+    stored = kernel.Stored(kv_score, ape, state)
+    kernel.finish_and_store("compressor_partials", positions, row_requests, ratio, step=step, stored=stored)
+    return outs
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """Every compressor of the model."""
+    return _compressor_cases.partials_cases("compressor_partials", shape, device)
+
+
 compressor_partials = register(
     "compressor_partials",
     "(Tensor kv_score, Tensor ape, Tensor positions, Tensor row_requests, Tensor query_starts, Tensor seq_lens, "
@@ -87,5 +114,7 @@ compressor_partials = register(
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
     role="parallel",
 )

@@ -16,8 +16,8 @@ Source: ``Compressor.forward`` of the official inference code.
 
 import torch
 
-from . import _compressor
-from ._registry import Arguments, register
+from . import _compressor, _compressor_cases
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 
@@ -101,6 +101,46 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return args, {"ratio": ex.ratio, "overlap": True, "eps": shape.eps, "quantize": quantize}
 
 
+def cuda(
+    kv_score: torch.Tensor,
+    ape: torch.Tensor,
+    norm_weight: torch.Tensor,
+    rope_table: torch.Tensor,
+    positions: torch.Tensor,
+    row_requests: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    state_slots: torch.Tensor,
+    state: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    ratio: int,
+    overlap: bool,
+    eps: float,
+    quantize: str,
+) -> None:
+    from . import _compressor_kernel as kernel
+
+    _check(kv_score, ape, norm_weight, rope_table, state, cache, ratio, overlap, quantize)
+    step = _compressor.StepRows(positions, row_requests, query_starts, seq_lens, state_slots)
+    _compressor.check_rows("compressor_update", kv_score, step)
+    partials = _compressor.alloc_partials(kv_score, seq_lens, ratio, norm_weight.shape[0])
+    kernel.pool("compressor_update", kv_score, ape, step, state, partials, overlap)
+    kernel.finish_and_store(
+        "compressor_update", positions, row_requests, ratio, step=step,
+        stored=kernel.Stored(kv_score, ape, state),
+        finished=kernel.Finished(
+            tuple(p.unsqueeze(0) for p in partials), norm_weight, rope_table, block_tables, cache, eps, quantize
+        ),
+    )  # fmt: skip
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """Every compressor of the model, for every cache a bf16 model can have."""
+    return _compressor_cases.update_cases("compressor_update", shape, device)
+
+
 compressor_update = register(
     "compressor_update",
     "(Tensor kv_score, Tensor ape, Tensor norm_weight, Tensor rope_table, Tensor positions, Tensor row_requests, "
@@ -109,5 +149,7 @@ compressor_update = register(
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
     boundary=True,
 )
