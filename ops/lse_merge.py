@@ -11,7 +11,7 @@ Source: softmax over split keys (Milakov and Gimelshein, 2018).
 
 import torch
 
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 _EXAMPLE_PARTS = 3
@@ -61,11 +61,33 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return (outs, lses.to(device), sink.to(device)), {}
 
 
+def cuda(outs: torch.Tensor, lses: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge part by part in registers; a row depends on itself alone."""
+    from . import lse_merge_kernel
+
+    out, lse = _alloc(outs, lses, sink)
+    lse_merge_kernel.run(outs, lses, sink, out, lse)
+    return out, lse
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """One specialisation, whatever the number of parts."""
+    from . import lse_merge_kernel
+
+    def arguments() -> Arguments:
+        return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
+
+    outs = torch.empty(1, 1, 1, shape.head_dim, dtype=torch.bfloat16, device="meta")
+    return (PrewarmCase(op="lse_merge", key=lse_merge_kernel.key(outs), arguments=arguments),)
+
+
 lse_merge = register(
     "lse_merge",
     "(Tensor outs, Tensor lses, Tensor sink) -> (Tensor out, Tensor lse)",
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
     role="parallel",
 )
