@@ -122,6 +122,14 @@ def test_parts_cover_the_width(shape):
     assert {_mhc.num_splits(t, width, deterministic=True) for t in (0, 1, 65, 4225)} == {width // 1024}
 
 
+@pytest.mark.parametrize("splits", [3, 7, 40])
+def test_any_number_of_parts(monkeypatch, splits):
+    """Parts of unequal size, empty parts, and more of them than one pass of the second launch reads."""
+    spec = ops.spec("mhc_pre")
+    monkeypatch.setattr(_mhc, "num_splits", lambda *_, **__: splits)
+    check(spec, *contract.example(spec, nano, 5, torch.bfloat16, seed=splits))
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_workspace_is_what_the_kernels_write(monkeypatch, deterministic):
     """Every value that the second launch reads was written by the first: a poisoned workspace does not show."""
