@@ -35,7 +35,7 @@ def fp8_like(cache: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("entries", ["all", "picked"])
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("fp8", [pytest.param(False, marks=pytest.mark.slow), True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("shape", [pytest.param(nano, marks=pytest.mark.slow), SMALL_FLASH], ids=lambda s: s.name)
 def test_sparse_attention(shape, fp8, entries, arch):
     args, options = contract.example(ops.spec("sparse_attention"), shape, 5, torch.bfloat16)
