@@ -1,0 +1,303 @@
+"""The capture stage, and steps that replay what it captured.
+
+A :class:`CapturedStep` is one step function of a model with its static inputs, its bucket ladder and its memory pool.
+:meth:`CapturedStep.capture` runs once at start-up, in this order: the caller's prewarm, one eager warm-up run of every
+bucket on the stream of capture, then the capture of every bucket, largest first, with Python's garbage collector off.
+All of it runs on pad rows, so caches keep their content.
+
+A step then copies its inputs into the static buffers, pads them to the smallest bucket that holds it, replays and
+slices the outputs. A step beyond the largest bucket runs eagerly, unpadded; :attr:`CapturedStep.last_path` and
+:attr:`CapturedStep.path_counts` say which way steps took. Steps of one object run one after another, on one stream.
+"""
+
+import gc
+import logging
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from .buckets import Bucket, Ladder
+from .device_graphs import DeviceGraphs
+from .pieces import CapturedPieces, CaptureError, Mode, Tape, describe, naming
+from .static_inputs import SIZES, SizeName, StaticInputs
+
+logger = logging.getLogger(__name__)
+
+MIB = 2**20
+AskedMode = Mode | Literal["auto"]
+MODES = ("piecewise", "full", "auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketStats:
+    """What the capture of one bucket made: graphs, eager calls between them, copies of what these return."""
+
+    bucket: Bucket
+    mode: Mode
+    graphs: int
+    boundary_calls: int
+    copied_outputs: int
+    seconds: float
+    mib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureReport:
+    """The capture stage in numbers.
+
+    Attributes:
+        buckets: in order of capture; ``mib`` is what each added to the pool.
+        problems: why pieces cannot be part of a graph; with mode ``auto`` these make the capture piecewise.
+        static_mib: static input buffers.
+    """
+
+    buckets: tuple[BucketStats, ...]
+    problems: tuple[str, ...]
+    prewarm_seconds: float
+    warm_up_seconds: float
+    capture_seconds: float
+    static_mib: float
+
+    @property
+    def graphs(self) -> int:
+        return sum(b.graphs for b in self.buckets)
+
+    @property
+    def mib(self) -> float:
+        return sum(b.mib for b in self.buckets)
+
+
+@dataclass(frozen=True)
+class StepPath:
+    """How a step ran: ``bucket`` is what was replayed, ``reason`` why nothing was."""
+
+    kind: Literal["piecewise", "full", "eager"]
+    sizes: tuple[int, int, int]
+    bucket: Bucket | None = None
+    reason: str | None = None
+
+
+@dataclass
+class _Progress:
+    problems: dict[int, str] = field(default_factory=dict)
+    stats: list[BucketStats] = field(default_factory=list)
+
+
+class CapturedStep:
+    """See the module's docstring.
+
+    Args:
+        model: the step function. With ``wrap_pieces`` (``dsv4.compile.CompiledModel``, already traced) it can be
+            captured piecewise; this object is then the wrapper of its pieces during capture, and always in debug mode.
+        inputs: static buffers of the step's inputs.
+        ladder: the buckets.
+        graphs: graphs and memory pool of the device, which this object owns.
+        arguments: arguments of ``model`` for inputs, e.g. ``lambda inputs: (inputs, caches)``. What it adds to the
+            inputs may be written in place but must stay where it is.
+        trim: per output of the model, the size that its first dimension has.
+        mode: ``piecewise``, ``full``, ``auto`` (full unless a piece cannot be captured), or one of these per bucket.
+        debug: compare the address of every input of every piece with the capture before it is replayed. This calls the
+            model, so it is slow. A full graph has no pieces to look at: ``watch`` is compared instead.
+        watch: the tensors besides the inputs that a full graph reads.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        inputs: StaticInputs,
+        ladder: Ladder,
+        graphs: DeviceGraphs,
+        *,
+        arguments: Callable[[Any], tuple[Any, ...]],
+        trim: Sequence[SizeName],
+        mode: AskedMode | Callable[[Bucket], AskedMode] = "auto",
+        debug: bool = False,
+        watch: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
+        if not callable(mode) and mode not in MODES:
+            raise ValueError(f"mode must be one of {MODES} or a function of the bucket, got {mode!r}")
+        self.model, self.inputs, self.ladder, self.debug = model, inputs, ladder, debug
+        self.last_path: StepPath | None = None
+        self.path_counts: Counter[str] = Counter()
+        self.report: CaptureReport | None = None
+        self._graphs, self._arguments, self._trim, self._mode, self._watch = graphs, arguments, trim, mode, watch
+        self._pieces = CapturedPieces(model, graphs)
+        self._tapes: dict[Bucket, Tape] = {}
+
+    # --- capture ------------------------------------------------------------------------------------------------------
+
+    def capture(
+        self, prewarm: Callable[[], Any], progress: Callable[[BucketStats], None] = lambda stats: None
+    ) -> CaptureReport:
+        """Prewarm, warm up and capture every bucket; ``progress`` is called after each.
+
+        Raises:
+            CaptureError: naming bucket and piece; also when device memory runs out. No graph is left, its memory is
+                free again, and the model and :meth:`eager` work as before.
+            RuntimeError: called twice, or while a stream is being captured.
+        """
+        if self._tapes:
+            raise RuntimeError(f"a step must be captured once, got {len(self._tapes)} buckets: close() it first")
+        if self._graphs.capturing():
+            raise RuntimeError("a capture stage must start outside stream capture, got a stream that is being captured")
+        started = time.perf_counter()
+        prewarm()
+        prewarmed, done = time.perf_counter(), _Progress()
+        self._pieces.wrap()
+        try:
+            with torch.no_grad():
+                self._warm_up(done)
+                warm = time.perf_counter()
+                with frozen_gc():
+                    for bucket in self.ladder.largest_first:
+                        self._capture(bucket, done)
+                        progress(done.stats[-1])
+        except BaseException as error:
+            _clear_frames(error)  # their locals are tensors in the pool
+            self._free()
+            if not isinstance(error, CaptureError):
+                raise
+            mib = sum(s.mib for s in done.stats)
+            raise CaptureError(
+                f"{error}; the {len(done.stats)} of {len(self.ladder.buckets)} buckets captured before ({mib:.0f} MiB) "
+                "were freed, and steps can still run eagerly"
+            ) from error.__cause__
+        if not self.debug:
+            self._pieces.unwrap()
+        self.report = CaptureReport(
+            buckets=tuple(done.stats),
+            problems=tuple(done.problems.values()),
+            prewarm_seconds=prewarmed - started,
+            warm_up_seconds=warm - prewarmed,
+            capture_seconds=time.perf_counter() - warm,
+            static_mib=self.inputs.nbytes() / MIB,
+        )
+        logger.info("captured %d graphs of %d buckets, %.0f MiB, in %.1f s", self.report.graphs, len(done.stats),
+                    self.report.mib, self.report.capture_seconds)  # fmt: skip
+        return self.report
+
+    def _warm_up(self, done: _Progress) -> None:
+        for bucket in self.ladder.largest_first:
+            args = self._arguments(self.inputs.fill_pads(bucket))
+            with self._graphs.side_stream(), naming(f"bucket of {bucket}: warm-up"):
+                found = self._pieces.problems(args)
+            done.problems.update({i: f"{describe(piece)}: {reason}" for i, (piece, reason) in sorted(found.items())})
+        self._graphs.settle()
+
+    def _capture(self, bucket: Bucket, done: _Progress) -> None:
+        mode = self._mode_of(bucket, done.problems)
+        before, started = self._graphs.pool_bytes(), time.perf_counter()
+        args = self._arguments(self.inputs.fill_pads(bucket))
+        with self._graphs.side_stream():
+            tape = self._pieces.capture(str(bucket), mode, args, self._watch())
+        self._tapes[bucket] = tape
+        num_outputs = len(tape.outputs) if isinstance(tape.outputs, tuple) else 1
+        if num_outputs != len(self._trim):
+            raise CaptureError(f"trim must have one entry per output, {num_outputs}, got {len(self._trim)}")
+        seconds = time.perf_counter() - started
+        stats = BucketStats(
+            bucket=bucket,
+            mode=mode,
+            graphs=len(tape.graphs),
+            boundary_calls=tape.boundary_calls,
+            copied_outputs=tape.copied,
+            seconds=seconds,
+            mib=(self._graphs.pool_bytes() - before) / MIB,
+        )
+        done.stats.append(stats)
+        logger.info("bucket of %s: %s, %d graphs, %.1f MiB, %.2f s", bucket, mode, stats.graphs, stats.mib, seconds)
+
+    def _mode_of(self, bucket: Bucket, problems: dict[int, str]) -> Mode:
+        asked = self._mode(bucket) if callable(self._mode) else self._mode
+        where = f"bucket of {bucket}"
+        if asked not in MODES:
+            raise CaptureError(f"{where}: mode must be one of {MODES}, got {asked!r}")
+        if asked == "full" and problems:
+            raise CaptureError(
+                f"{where}: the pieces of a full graph must all be capturable, got {'; '.join(problems.values())}"
+            )
+        if asked == "piecewise" and not self._pieces.has_pieces:
+            raise CaptureError(f"{where}: a piecewise capture needs a compiled model with pieces, got {self.model!r}")
+        if asked == "auto":
+            return "piecewise" if problems else "full"
+        return asked
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def __call__(self, inputs: Any) -> Any:
+        """Run a step; the outputs are valid until the next step: clone what must outlive it."""
+        if not self._tapes:
+            raise RuntimeError("a step must be captured before a replay, got no graphs: capture() it, or use eager()")
+        sizes = self.inputs.measure(inputs)
+        bucket = self.ladder.bucket_for(*sizes)
+        if bucket is None:
+            return self.eager(inputs, f"the step is {self.ladder.why_none(*sizes)}")
+        tape = self._tapes[bucket]
+        with torch.no_grad():
+            views = self.inputs.fill(inputs, bucket)
+            if self.debug:
+                outputs = self._pieces.replay_checked(tape, self._arguments(views), self._watch())
+            else:
+                outputs = tape.replay()
+        self._took(StepPath(tape.mode, sizes, bucket))
+        lengths = dict(zip(SIZES, sizes, strict=True))
+        if isinstance(outputs, torch.Tensor):
+            return outputs[: lengths[self._trim[0]]]
+        return tuple(o[: lengths[size]] for o, size in zip(outputs, self._trim, strict=True))
+
+    def eager(self, inputs: Any, reason: str = "the caller asked for it") -> Any:
+        """Run a step without graphs and pads; works in every state of the object."""
+        with torch.no_grad():
+            outputs = self.model(*self._arguments(inputs))
+        self._took(StepPath("eager", self.inputs.measure(inputs), None, reason))
+        return outputs
+
+    def _took(self, path: StepPath) -> None:
+        self.last_path = path
+        self.path_counts[path.kind] += 1
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("step of %s: %s, %s", path.sizes, path.kind, path.bucket or path.reason)
+
+    # --- end ----------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free all graphs and the pool; the model and :meth:`eager` go on working, and it can be captured again."""
+        self._free()
+
+    def _free(self) -> None:
+        for tape in self._tapes.values():
+            tape.reset()
+        self._tapes.clear()
+        self.report = None
+        self._pieces.unwrap()
+        self._graphs.release()
+
+
+@contextmanager
+def frozen_gc() -> Iterator[None]:
+    """No garbage collection inside the block: a collection could free a CUDA object while a stream is captured."""
+    gc.collect()
+    enabled, freeze = gc.isenabled(), gc.get_freeze_count() == 0
+    gc.disable()
+    if freeze:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freeze:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop the locals of the frames that an error, and what caused it, passed through."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
