@@ -58,6 +58,7 @@ class OpSpec:
         example: builds random valid arguments.
         prewarm_cases: ``(shape, device, max_tokens) -> Sequence[PrewarmCase]``.
         cuda: dispatch to CUDA kernels, or ``None`` while the op has none.
+        cuda_cases: everything ``cuda`` can pick; ``None`` exactly when ``cuda`` is.
     """
 
     name: str
@@ -69,6 +70,7 @@ class OpSpec:
     example: Example
     prewarm_cases: "Cases"
     cuda: Callable[..., Any] | None
+    cuda_cases: "Cases | None"
 
     @property
     def qualname(self) -> str:
@@ -127,6 +129,7 @@ def register(
         example=example,
         prewarm_cases=_cases(name, example, cuda_cases),
         cuda=cuda,
+        cuda_cases=cuda_cases,
     )
     _specs[name] = spec
     return spec.overload

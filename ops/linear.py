@@ -41,8 +41,8 @@ def fake(x: torch.Tensor, weight: torch.Tensor, *, dtype: torch.dtype, determini
 def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
     g = torch.Generator(device="cpu").manual_seed(seed)
     x = torch.randn(num_tokens, shape.hidden, generator=g).to(device, dtype)
-    weight = (torch.randn(shape.num_experts, shape.hidden, generator=g) * shape.hidden**-0.5).to(device, dtype)
-    return (x, weight), {"dtype": torch.float32, "deterministic": True}
+    weight = torch.randn(shape.num_experts, shape.hidden, generator=g) * shape.hidden**-0.5
+    return (x, weight.to(device)), {"dtype": torch.float32, "deterministic": True}
 
 
 def cuda(x: torch.Tensor, weight: torch.Tensor, *, dtype: torch.dtype, deterministic: bool) -> torch.Tensor:

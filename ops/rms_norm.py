@@ -32,7 +32,7 @@ def fake(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
 def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
     g = torch.Generator(device="cpu").manual_seed(seed)
     x = torch.randn(num_tokens, shape.q_lora_rank, generator=g).to(device, dtype)
-    weight = torch.randn(shape.q_lora_rank, generator=g).to(device, dtype)
+    weight = torch.randn(shape.q_lora_rank, generator=g).to(device)
     return (x, weight), {"eps": shape.eps}
 
 
@@ -45,7 +45,7 @@ def cuda(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
 
 
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
-    """One specialisation per width and dtype pair that the model normalises: query latents, and MTP's hidden rows."""
+    """One specialisation per width that the model normalises, with its fp32 weights: query latents, MTP's hidden rows."""
     from . import rms_norm_kernel
 
     cases = []
@@ -53,10 +53,11 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
 
         def arguments(width: int = width) -> Arguments:
             x = torch.ones(1, width, dtype=torch.bfloat16, device=device)
-            return (x, torch.ones(width, dtype=torch.bfloat16, device=device)), {"eps": shape.eps}
+            return (x, torch.ones(width, device=device)), {"eps": shape.eps}
 
-        sample = torch.empty(1, width, dtype=torch.bfloat16, device="meta")
-        cases.append(PrewarmCase(op="rms_norm", key=rms_norm_kernel.key(sample, sample[0]), arguments=arguments))
+        x = torch.empty(1, width, dtype=torch.bfloat16, device="meta")
+        key = rms_norm_kernel.key(x, torch.empty(width, device="meta"))
+        cases.append(PrewarmCase(op="rms_norm", key=key, arguments=arguments))
     return tuple(cases)
 
 

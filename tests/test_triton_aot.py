@@ -14,7 +14,7 @@ from dsv4 import ops
 
 from .ops import contract
 
-SMALL_FLASH = replace(flash, num_experts=4, vocab=1024)  # widths decide what is compiled, counts only cost memory
+SMALL_FLASH = replace(flash, num_experts=8, vocab=1024)  # widths decide what is compiled, counts only cost memory
 SPECS = [spec for spec in ops.specs().values() if spec.cuda is not None]
 _POINTERS = {
     torch.float32: "*fp32",
