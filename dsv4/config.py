@@ -30,6 +30,13 @@ def default_compile_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4" / "compile"
 
 
+def prewarm_enabled() -> bool:
+    """Whether the prewarm runs kernels: ``DSV4_PREWARM`` is ``0`` (no), ``1`` or unset (yes)."""
+    value = os.environ.get("DSV4_PREWARM", "1")
+    _require(value in ("0", "1"), "DSV4_PREWARM", "be '0' or '1'", value)
+    return value == "1"
+
+
 def _require(holds: bool, subject: str, rule: str, value: object) -> None:
     if not holds:
         raise ValueError(f"{subject} must {rule}, got {value!r}")

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from dsv4.config import ModelConfig, QuantizationConfig, RopeScaling, default_compile_cache, flash_config, pro_config
+from dsv4.config import (
+    ModelConfig,
+    QuantizationConfig,
+    RopeScaling,
+    default_compile_cache,
+    flash_config,
+    prewarm_enabled,
+    pro_config,
+)
 from dsv4.ops import shapes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -264,3 +272,15 @@ def test_compile_cache_directory(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert default_compile_cache() == tmp_path / "home" / ".cache" / "dsv4" / "compile"
+
+
+def test_prewarm_switch(monkeypatch):
+    monkeypatch.delenv("DSV4_PREWARM", raising=False)
+    assert prewarm_enabled()
+    for value, enabled in (("1", True), ("0", False)):
+        monkeypatch.setenv("DSV4_PREWARM", value)
+        assert prewarm_enabled() is enabled
+    for value in ("", "no", "false"):
+        monkeypatch.setenv("DSV4_PREWARM", value)
+        with pytest.raises(ValueError, match=f"DSV4_PREWARM must be '0' or '1', got '{value}'"):
+            prewarm_enabled()

@@ -1,0 +1,170 @@
+"""Runs the cases of one process: a queue, worker threads, and one lock file per key.
+
+A worker that finds a key's lock taken puts the key at the end of the queue and takes another one; when it meets it
+again it waits. So processes that start together on one cold cache share the compilations, each key compiles once, and
+every process has loaded every key in the end. Lock files stay, empty.
+"""
+
+import hashlib
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import filelock
+import torch
+
+Key = tuple[str | int, ...]
+
+
+class Case(Protocol):
+    """One kernel specialisation; ``key`` names it, ``op`` says whose it is."""
+
+    @property
+    def op(self) -> str: ...
+
+    @property
+    def key(self) -> Key: ...
+
+
+class PrewarmError(RuntimeError):
+    """The prewarm did not make every rank warm."""
+
+
+@dataclass(frozen=True)
+class PrewarmProgress:
+    """One change of one key: ``waiting`` for another process, ``started``, ``done`` or ``skipped``.
+
+    ``num_done`` of ``num_keys`` are done or skipped by now; ``seconds`` is the key's own time once it is done.
+    """
+
+    key: str
+    state: Literal["waiting", "started", "done", "skipped"]
+    num_done: int
+    num_keys: int
+    seconds: float
+
+
+def key_text(key: Key) -> str:
+    """``rms_norm/4096/bfloat16``: for reading, not unique."""
+    return "/".join(map(str, key))
+
+
+class Warmer:
+    """See the module's docstring and :func:`dsv4.graphs.prewarm.prewarm`.
+
+    Attributes:
+        seconds: by key that ran.
+        skipped: keys that were warm.
+        lock_seconds: spent waiting for locks, summed over threads.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Any], object],
+        *,
+        is_warm: Callable[[Key], bool],
+        mark_warm: Callable[[Key], object],
+        lock_dir: Path,
+        device: torch.device,
+        progress: Callable[[PrewarmProgress], object] | None,
+        timeout: timedelta,
+    ) -> None:
+        lock_dir.mkdir(parents=True, exist_ok=True)
+        self._run, self._is_warm, self._mark_warm = run, is_warm, mark_warm
+        self._lock_dir, self._device, self._timeout = lock_dir, device, timeout
+        self._progress = progress
+        self._mutex = threading.Lock()
+        self._queue: deque[tuple[Case, bool]] = deque()
+        self._num_keys = 0
+        self._failure: PrewarmError | None = None
+        self.seconds: dict[Key, float] = {}
+        self.skipped: set[Key] = set()
+        self.lock_seconds = 0.0
+
+    def run_all(self, cases: Sequence[Case], workers: int) -> None:
+        """Run every case that is cold; after a failure no further case is begun.
+
+        Raises:
+            PrewarmError: from the first failure, naming the key.
+        """
+        self._num_keys = len(cases)
+        self._queue.extend((case, False) for case in cases)
+        if workers == 1:
+            self._work()
+        else:
+            with ThreadPoolExecutor(workers, thread_name_prefix="prewarm") as pool:
+                for future in [pool.submit(self._work) for _ in range(workers)]:
+                    future.result()
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
+        with torch.no_grad(), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            while self._failure is None:
+                try:
+                    case, deferred = self._queue.popleft()
+                except IndexError:
+                    return  # whoever still holds a case puts it back for itself
+                try:
+                    if not self._take(case, wait=deferred):
+                        self._queue.append((case, True))
+                except Exception as error:
+                    self._fail(case.key, error)
+
+    def _fail(self, key: Key, error: Exception) -> None:
+        with self._mutex:
+            if self._failure is None:
+                text = f"prewarm of {key_text(key)} must succeed, got {type(error).__name__}: {error}"
+                self._failure = PrewarmError(text)
+                self._failure.__cause__ = error
+
+    def _take(self, case: Case, *, wait: bool) -> bool:
+        """Run ``case`` unless it is warm; ``False`` if its lock is taken and ``wait`` is not set."""
+        key = case.key
+        if self._is_warm(key):
+            self._tell(key, "skipped")
+            return True
+        lock = filelock.FileLock(self._lock_dir / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.lock")
+        if wait:
+            self._tell(key, "waiting")
+        started = time.perf_counter()
+        try:
+            lock.acquire(timeout=self._timeout.total_seconds() if wait else 0)
+        except filelock.Timeout:
+            if not wait:
+                return False
+            raise TimeoutError(f"lock {lock.lock_file} must be free within {self._timeout}, got a holder") from None
+        try:
+            with self._mutex:
+                self.lock_seconds += time.perf_counter() - started
+            self._tell(key, "started")
+            self._run_one(case)
+        finally:
+            lock.release()
+        return True
+
+    def _run_one(self, case: Case) -> None:
+        started = time.perf_counter()
+        self._run(case)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # a fault of this key belongs to this key
+        self._mark_warm(case.key)
+        self._tell(case.key, "done", time.perf_counter() - started)
+
+    def _tell(self, key: Key, state: Literal["waiting", "started", "done", "skipped"], seconds: float = 0.0) -> None:
+        with self._mutex:
+            if state == "done":
+                self.seconds[key] = seconds
+            if state == "skipped":
+                self.skipped.add(key)
+            if self._progress is not None:
+                num_done = len(self.seconds) + len(self.skipped)
+                self._progress(PrewarmProgress(key_text(key), state, num_done, self._num_keys, seconds))
