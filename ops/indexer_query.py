@@ -16,7 +16,7 @@ import torch
 
 from . import _formats, _rope
 from ._example_rows import example_rows
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 _ACTIVATIONS = (torch.float32, torch.bfloat16)
@@ -92,6 +92,40 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return (q, weights, rope_table, rows.positions), {"scale": scale, "quantize": quantize, "dtype": dtype}
 
 
+def cuda(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    rope_table: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    scale: float,
+    quantize: str,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from . import indexer_query_kernel
+
+    out_q, out_weights = _alloc(q, weights, rope_table, quantize, dtype)
+    indexer_query_kernel.run(q, weights, rope_table, positions, out_q, out_weights, scale, quantize)
+    return out_q, out_weights
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """bf16 queries: both numerics in bf16, and quantised ones as FP8 codes."""
+    from . import indexer_query_kernel
+
+    cases = []
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    for quantize, dtype in (("fp4", bf16), ("none", bf16), ("fp4", fp8)):
+
+        def arguments(quantize: str = quantize, dtype: torch.dtype = dtype) -> Arguments:
+            args, kwargs = example(shape, num_tokens=1, device=device, dtype=bf16, seed=0)
+            return args, kwargs | {"quantize": quantize, "dtype": dtype}
+
+        key = indexer_query_kernel.key(shape.index_dim, shape.rope_dim, quantize, bf16, bf16, dtype)
+        cases.append(PrewarmCase(op="indexer_query", key=key, arguments=arguments))
+    return tuple(cases)
+
+
 indexer_query = register(
     "indexer_query",
     "(Tensor q, Tensor weights, Tensor rope_table, Tensor positions, *, float scale, str quantize, ScalarType dtype)"
@@ -99,4 +133,6 @@ indexer_query = register(
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )

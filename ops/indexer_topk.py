@@ -12,7 +12,7 @@ Source: indexer of the official inference code, which leaves ties open.
 import torch
 
 from ._example_rows import example_rows
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import BLOCK_TOKENS, Shape
 
 TEMPORARY_BYTES = 64 << 20
@@ -62,11 +62,36 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return (scores, rows.positions), {"ratio": _RATIO, "topk": shape.index_topk}
 
 
+def cuda(scores: torch.Tensor, positions: torch.Tensor, *, ratio: int, topk: int) -> torch.Tensor:
+    from . import indexer_topk_kernel
+
+    picks = _alloc(scores, ratio, topk)
+    indexer_topk_kernel.run(scores, positions, picks, ratio)
+    return picks
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """Scores of both numerics, in rows of whole blocks; lengths, ratio and topk are run-time numbers."""
+    from . import indexer_topk_kernel
+
+    cases = []
+    for dtype in (torch.bfloat16, torch.float32):
+
+        def arguments(dtype: torch.dtype = dtype) -> Arguments:
+            return example(shape, num_tokens=1, device=device, dtype=dtype, seed=0)
+
+        key = indexer_topk_kernel.key(dtype, BLOCK_TOKENS // _RATIO)
+        cases.append(PrewarmCase(op="indexer_topk", key=key, arguments=arguments))
+    return tuple(cases)
+
+
 indexer_topk = register(
     "indexer_topk",
     "(Tensor scores, Tensor positions, *, int ratio, int topk) -> Tensor",
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
     boundary=True,
 )
