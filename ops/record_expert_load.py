@@ -9,7 +9,7 @@ Errors: ``ValueError`` for wrong shapes or dtypes.
 import torch
 
 from . import _routing
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 
@@ -43,10 +43,29 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return (ids.to(device), torch.ones(1, dtype=torch.int32, device=device), counts.to(device)), {}
 
 
+def cuda(ids: torch.Tensor, enabled: torch.Tensor, counts: torch.Tensor) -> None:
+    from . import record_expert_load_kernel
+
+    _check(ids, enabled, counts)
+    record_expert_load_kernel.run(ids, enabled, counts)
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    from . import record_expert_load_kernel
+
+    def arguments() -> Arguments:
+        return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
+
+    key = record_expert_load_kernel.key(shape.num_experts)
+    return (PrewarmCase(op="record_expert_load", key=key, arguments=arguments),)
+
+
 record_expert_load = register(
     "record_expert_load",
     "(Tensor ids, Tensor enabled, Tensor(a!) counts) -> ()",
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )

@@ -12,7 +12,7 @@ Source: Gate of the hash-routed layers of the official inference code.
 import torch
 
 from . import _routing
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -60,10 +60,41 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return tuple(a.to(device) for a in arguments), {"scale": shape.route_scale}
 
 
+def cuda(
+    logits: torch.Tensor, table: torch.Tensor, token_ids: torch.Tensor, num_valid: torch.Tensor, *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference, but a table entry outside [0, E) gives id −1 and weight 0: a kernel cannot raise."""
+    from . import _routing_kernel
+
+    ids, weights = _alloc(logits, table, token_ids, num_valid)
+    _routing_kernel.route_hash(logits, table, token_ids, num_valid, ids, weights, scale)
+    return ids, weights
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    """The integer types that the op accepts: loaded tables are int32, tables made by hand often int64."""
+    from . import _routing_kernel
+
+    cases = []
+    for table_dtype in INDEX_DTYPES:
+        for token_dtype in INDEX_DTYPES:
+
+            def arguments(table_dtype: torch.dtype = table_dtype, token_dtype: torch.dtype = token_dtype) -> Arguments:
+                args, kwargs = example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
+                logits, table, token_ids, num_valid = args
+                return (logits, table.to(table_dtype), token_ids.to(token_dtype), num_valid), kwargs
+
+            key = _routing_kernel.hash_key(shape.experts_per_token, table_dtype, token_dtype)
+            cases.append(PrewarmCase(op="route_hash", key=key, arguments=arguments))
+    return tuple(cases)
+
+
 route_hash = register(
     "route_hash",
     "(Tensor logits, Tensor table, Tensor token_ids, Tensor num_valid, *, float scale) -> (Tensor ids, Tensor weights)",
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )

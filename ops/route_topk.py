@@ -11,7 +11,7 @@ Source: Gate of the official inference code (tie rule of this library; the offic
 import torch
 
 from . import _routing
-from ._registry import Arguments, register
+from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 
@@ -54,10 +54,32 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return (logits.to(device), bias.to(device), num_valid.to(device)), keywords
 
 
+def cuda(
+    logits: torch.Tensor, bias: torch.Tensor, num_valid: torch.Tensor, *, topk: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from . import _routing_kernel
+
+    ids, weights = _alloc(logits, bias, num_valid, topk)
+    _routing_kernel.route_topk(logits, bias, num_valid, ids, weights, scale)
+    return ids, weights
+
+
+def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
+    from . import _routing_kernel
+
+    def arguments() -> Arguments:
+        return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
+
+    key = _routing_kernel.topk_key(shape.num_experts, shape.experts_per_token)
+    return (PrewarmCase(op="route_topk", key=key, arguments=arguments),)
+
+
 route_topk = register(
     "route_topk",
     "(Tensor logits, Tensor bias, Tensor num_valid, *, int topk, float scale) -> (Tensor ids, Tensor weights)",
     reference=reference,
     fake=fake,
     example=example,
+    cuda=cuda,
+    cuda_cases=cuda_cases,
 )
