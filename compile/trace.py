@@ -25,7 +25,15 @@ from . import inductor
 from .cache import ArtifactCache, load_or_build
 from .dedupe import distinct
 from .inductor import RecompileError
-from .report import CompileReport, PieceNodes, Seconds, count_nodes, op_calls, plan_listing, used_boundary_ops
+from .report import (
+    CompileReport,
+    PieceNodes,
+    Seconds,
+    count_nodes,
+    op_calls,
+    plan_listing,
+    used_boundary_ops,
+)
 from .split import Piece, SplitPlan, split
 from .stitch import Stitched, stitch
 

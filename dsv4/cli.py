@@ -1,4 +1,4 @@
-"""Command line: generate, score, logits, compare, inspect, synth.
+"""Command line: generate, score, logits, compare, inspect, prewarm, synth.
 
 With ``--json`` a command writes exactly one JSON object (ASCII, no NaN) to stdout; logs, progress and errors always go
 to stderr. Exit codes: 0 done; 2 the input was refused, with one line on stderr and, with ``--json``, an object with key
@@ -10,17 +10,17 @@ import dataclasses
 import io
 import json
 import logging
-import math
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+
+from .cli_support import check_finite, check_positive, choice, emit, read_json, token_ids, vocab_size
 
 app = typer.Typer(
     add_completion=False,
@@ -38,15 +38,10 @@ Numerics = Annotated[str, typer.Option(help="exact (no activation or KV quantisa
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="Row results independent of the batch, bitwise.")]
 Compile = Annotated[str, typer.Option(help="off, piecewise or full.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Graphs = Annotated[str, typer.Option(help="CUDA graphs: off, piecewise, full or auto.")]
 CompileCache = Annotated[
     Path | None, typer.Option(help="Directory that keeps compiled pieces; default: the user's cache directory.")
 ]
-
-
-def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}")
-    return value
 
 
 def _settings(numerics: str, deterministic: bool, compile: str, device: str, cache: Path | None = None, **more: Any):
@@ -57,61 +52,13 @@ def _settings(numerics: str, deterministic: bool, compile: str, device: str, cac
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ValueError(f"device must be cpu, cuda or cuda:<index>, got {device!r}")
     return EngineConfig(
-        numerics=_choice("numerics", numerics, get_args(NumericsMode)),
+        numerics=choice("numerics", numerics, get_args(NumericsMode)),
         deterministic=deterministic,
-        compile=_choice("compile", compile, get_args(CompileMode)),
+        compile=choice("compile", compile, get_args(CompileMode)),
         device=device,
         compile_cache=str(cache or default_compile_cache()),
         **more,
     )
-
-
-def _emit(as_json: bool, payload: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
-    _check_finite(payload, "result")
-    if as_json:
-        print(json.dumps(payload, allow_nan=False))
-    else:
-        show(payload)
-    sys.stdout.flush()  # a closed pipe must fail here, not while the interpreter shuts down
-
-
-def _check_finite(value: Any, name: str) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}: weights or recorded values out of range")
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in pairs:
-        _check_finite(each, f"{name}.{key}")
-
-
-def _read_json(path: Path, subject: str) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{subject} must be a readable file, got {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{subject} must be JSON, got {path}: {error}") from error
-
-
-def _vocab_size(model: Path) -> int:
-    """Lets token ids be checked before any weight is read."""
-    from .config import ModelConfig
-
-    return ModelConfig.from_json(model).vocab_size
-
-
-def _token_ids(value: Any, vocab_size: int, subject: str) -> list[int]:
-    from .inputs import check_token_ids
-
-    if not isinstance(value, list) or not value:
-        got = "an empty list" if value == [] else type(value).__name__
-        raise ValueError(f"{subject} must be a non-empty list of token ids, got {got}")
-    check_token_ids(value, vocab_size, subject)
-    return value
-
-
-def _check_positive(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ValueError(f"{name} must be at least 1 token, got {value}")
 
 
 class _AllRefusedError(ValueError):
@@ -138,6 +85,7 @@ def generate(
     deterministic: Deterministic = False,
     compile: Compile = "piecewise",
     device: Device = "cpu",
+    graphs: Graphs = "off",
     compile_cache: CompileCache = None,
     as_json: AsJson = False,
 ) -> None:
@@ -147,8 +95,9 @@ def generate(
     from .sampling import SamplingParams
 
     settings = _settings(
-        numerics, deterministic, compile, device, compile_cache, draft_tokens=draft_tokens, max_seq_len=max_seq_len
-    )
+        numerics, deterministic, compile, device, compile_cache, draft_tokens=draft_tokens, max_seq_len=max_seq_len,
+        graphs=graphs,
+    )  # fmt: skip
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens)
     engine = Engine.from_checkpoint(model, settings)
     texts = [encode_messages([{"role": "user", "content": p}], thinking=False) for p in prompt] if chat else prompt
@@ -174,7 +123,7 @@ def generate(
             print()
         print(f"{run.tokens_per_second:.1f} tokens per second, {run.generated_tokens} tokens in {run.seconds:.2f} s")
 
-    _emit(as_json, payload, show)
+    emit(as_json, payload, show)
 
 
 @app.command()
@@ -194,14 +143,14 @@ def score(
     from . import evaluate
     from .engine import Engine
 
-    _check_positive("window", window)
-    value = _read_json(tokens, "tokens file")
+    check_positive("window", window)
+    value = read_json(tokens, "tokens file")
     if isinstance(value, dict):
         if "tokens" not in value:
             raise ValueError(f"tokens file must be a list or an object with key 'tokens', got keys {sorted(value)[:8]}")
         value = value["tokens"]
     settings = _settings(numerics, deterministic, compile, device, compile_cache, max_seq_len=window, max_requests=1)
-    ids = _token_ids(value, _vocab_size(model), "tokens")
+    ids = token_ids(value, vocab_size(model), "tokens")
     if not evaluate.window_starts(len(ids), window):
         raise ValueError(f"tokens must be at least {window + 3} for one window of {window}, got {len(ids)}")
     result = evaluate.score(Engine.from_checkpoint(model, settings).runner, ids, window=window, mtp=mtp)
@@ -213,7 +162,7 @@ def score(
         mtp_text = f", MTP {p['mtp_nll']:.6f}" if mtp else ""
         print(f"NLL {p['nll']:.6f}{mtp_text} over {len(p['nll_per_window'])} windows of {window}")
 
-    _emit(as_json, payload, show)
+    emit(as_json, payload, show)
 
 
 @app.command()
@@ -236,27 +185,27 @@ def logits(
     from . import evaluate
     from .engine import Engine
 
-    _check_positive("chunk", chunk)
+    check_positive("chunk", chunk)
     if not out.parent.is_dir() or out.is_dir():
         raise ValueError(f"out must be a file in an existing directory, got {out}")
-    lists = _read_json(prompts, "prompts file")
+    lists = read_json(prompts, "prompts file")
     if not isinstance(lists, list) or not lists:
         got = "an empty list" if lists == [] else type(lists).__name__
         raise ValueError(f"prompts file must hold a non-empty list of token id lists, got {got}")
     settings = _settings(numerics, deterministic, compile, device, compile_cache, max_requests=1)
-    vocab = _vocab_size(model)
-    lists = [_token_ids(ids, vocab, f"prompt {index}") for index, ids in enumerate(lists)]
+    vocab = vocab_size(model)
+    lists = [token_ids(ids, vocab, f"prompt {index}") for index, ids in enumerate(lists)]
     settings = dataclasses.replace(settings, max_seq_len=max(map(len, lists)))
     runner = Engine.from_checkpoint(model, settings).runner
     found = {f"logits_{index}": evaluate.last_logits(runner, ids, chunk=chunk) for index, ids in enumerate(lists)}
     for name, value in found.items():
-        _check_finite(value.sum().item(), name)
+        check_finite(value.sum().item(), name)
     try:
         save_file({name: value.float().contiguous() for name, value in found.items()}, out)
     except SafetensorError as error:
         raise ValueError(f"out must be a writable file, got {out}: {error}") from error
     payload = {"out": str(out), "prompts": len(found), "vocab": vocab}
-    _emit(as_json, payload, lambda p: print(f"{p['prompts']} rows of {p['vocab']} logits in {p['out']}"))
+    emit(as_json, payload, lambda p: print(f"{p['prompts']} rows of {p['vocab']} logits in {p['out']}"))
 
 
 @app.command()
@@ -289,7 +238,7 @@ def compare(
             print(f"{value:10.6f}  {name}")
         print("worst:", ", ".join(f"{kind} {value:.6f}" for kind, value in p["worst"].items()))
 
-    _emit(as_json, dataclasses.asdict(result), show)
+    emit(as_json, dataclasses.asdict(result), show)
 
 
 @app.command()
@@ -304,8 +253,8 @@ def inspect(
     from .execution import NumericsMode
     from .inspection import inspect_model
 
-    _choice("compile", compile, get_args(CompileMode))
-    _choice("numerics", numerics, get_args(NumericsMode))
+    choice("compile", compile, get_args(CompileMode))
+    choice("numerics", numerics, get_args(NumericsMode))
     payload = inspect_model(model, numerics=numerics, mode=compile)
 
     def show(p: dict[str, Any]) -> None:
@@ -315,7 +264,30 @@ def inspect(
         for name, count in sorted(p["op_calls"].items(), key=lambda item: -item[1]):
             print(f"{count:6d}  {name}")
 
-    _emit(as_json, payload, show)
+    emit(as_json, payload, show)
+
+
+@app.command()
+def prewarm(
+    model: Annotated[Path, typer.Argument(help="Checkpoint directory, or a config.json alone.")],
+    token_budget: Annotated[int, typer.Option(help="Most rows of a step.")] = 8192,
+    numerics: Numerics = "official",
+    device: Device = "cuda",
+    as_json: AsJson = False,
+) -> None:
+    """Compile and load every kernel of a model; needs no weights."""
+    from .config import ModelConfig
+    from .start_up import warm_kernels
+
+    settings = _settings(numerics, False, "off", device, None, token_budget=token_budget)
+    if device == "cpu":
+        raise ValueError("device must be a GPU for a prewarm, got cpu: its references have nothing to warm")
+    payload = warm_kernels(ModelConfig.from_json(model), settings, count=True).to_dict()
+
+    def show(p: dict[str, Any]) -> None:
+        print(f"{len(p['keys'])} keys, {len(p['seconds'])} run, {len(p['skipped'])} warm before, {p['wall_seconds']:.1f} s")
+
+    emit(as_json, payload, show)
 
 
 @app.command()
@@ -336,7 +308,7 @@ def synth(
         ModelConfig.from_json(config), out, seed=seed, **{k: v for k, v in overrides.items() if v is not None}
     )
     payload = {"out": str(out)} | dataclasses.asdict(report)
-    _emit(as_json, payload, lambda p: print(", ".join(f"{k} {v}" for k, v in p.items())))
+    emit(as_json, payload, lambda p: print(", ".join(f"{k} {v}" for k, v in p.items())))
 
 
 def _end(argv: list[str], code: int, message: str, payload: dict[str, Any] | None = None) -> NoReturn:

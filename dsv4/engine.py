@@ -1,9 +1,5 @@
-"""The engine: loads a checkpoint, compiles the model in pieces, and serves prompts with continuous batching.
+"""The engine: loads a checkpoint, starts the model up, and serves prompts with continuous batching."""
 
-This is the only module of ``dsv4`` that imports the compile package: everything below it runs eagerly or traced alike.
-"""
-
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,21 +7,17 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from . import ops
-from .caches import ModelCaches, allocate_caches
+from .caches import allocate_caches
 from .checkpoint import Checkpoint
-from .compile import CompiledModel, CompileReport, compile_model, mark_unbacked_sizes
 from .completion import Completion, RunStats, Timings, TokenEvent
 from .config import ModelConfig
 from .engine_config import EngineConfig
-from .inputs import StepInputs, check_token_ids
+from .inputs import check_token_ids
 from .model import DeepseekV4
 from .ops.shapes import BLOCK_TOKENS
 from .runner import Runner
-from .runner import Sequence as PlacedSequence
 from .sampling import SamplingParams
+from .start_up import CompileReport, StartUp, start_up
 from .step_loop import StepLoop, cache_pages
 from .step_plan import Request
 from .tokenizer import StreamDecoder, Tokenizer
@@ -59,36 +51,6 @@ class _Live:
             yield TokenEvent(prompt_idx=self.prompt_idx, token_id=token, text=text, finish_reason=reason)
 
 
-def compile_salt() -> str:
-    """Hash of everything a compiled piece depends on besides its graph and torch: op schemas and op sources."""
-    digest = hashlib.sha256()
-    for name, spec in sorted(ops.specs().items()):
-        digest.update(f"{name}{spec.schema}".encode())
-    for path in sorted(Path(ops.__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def mark_step_sizes(inputs: StepInputs, caches: ModelCaches) -> None:
-    """Mark the sizes that vary between steps (rows, requests, logit rows) and between engines (cache pages)."""
-    rows, requests = {0: "rows"}, {0: "requests"}
-    mark_unbacked_sizes(
-        inputs,
-        {
-            **dict.fromkeys(("token_ids", "positions", "row_requests", "window_slots"), rows),
-            **dict.fromkeys(("seq_lens", "block_tables", "window_tables", "state_slots"), requests),
-            "query_starts": 0,
-            "logit_rows": 0,
-        },
-    )
-    for layer in (*caches.layers, *caches.mtp):
-        used = [n for n, t in zip(_CACHE_FIELDS, layer.tensors(), strict=True) if t.shape[0]]
-        mark_unbacked_sizes(layer, {name: 0 for name in used})
-
-
-_CACHE_FIELDS = ("window", "entries", "index_entries", "state", "index_state")
-
-
 class Engine:
     """See the module's docstring; make one with :meth:`from_checkpoint` or :meth:`from_model`.
 
@@ -99,8 +61,8 @@ class Engine:
             the prefixes that could have been reused.
         tokenizer: text and ids; ``None`` for a checkpoint without one.
         timings: start-up seconds.
+        started: what start-up compiled, warmed and captured.
         loop: the step loop, which owns the scheduler.
-        compile_reports: by function (``step``, ``draft``); empty when ``compile`` is ``off``.
     """
 
     def __init__(
@@ -110,10 +72,10 @@ class Engine:
         runner: Runner,
         tokenizer: Tokenizer | None,
         timings: Timings,
-        compiled: dict[str, CompiledModel],
+        started: StartUp,
     ) -> None:
         self.config, self.settings, self.runner = config, settings, runner
-        self.tokenizer, self.timings, self._compiled = tokenizer, timings, compiled
+        self.tokenizer, self.timings, self.started = tokenizer, timings, started
         self.loop = StepLoop(runner, config, settings)
         self._num_requests = 0
 
@@ -174,19 +136,20 @@ class Engine:
         )
         logger.info("caches take %.2f GiB", caches.bytes() / 2**30)
         runner = Runner.eager(model, caches, settings.max_blocks)
-        compiled = _compile(runner, settings) if settings.compile != "off" else {}
-        reports = [c.report.seconds for c in compiled.values()]
+        started = start_up(runner, settings)
+        seconds = [report.seconds for report in started.compile_reports.values()]
         timings = Timings(
             load_seconds=load_seconds,
-            trace_seconds=sum(s.trace for s in reports),
-            compile_seconds=sum(s.compile for s in reports),
-            piece_load_seconds=sum(s.load for s in reports),
+            trace_seconds=sum(s.trace for s in seconds),
+            compile_seconds=sum(s.compile for s in seconds),
+            piece_load_seconds=sum(s.load for s in seconds),
         )
-        return cls(config, settings, runner, tokenizer, timings, compiled)
+        return cls(config, settings, runner, tokenizer, timings, started)
 
     @property
     def compile_reports(self) -> dict[str, CompileReport]:
-        return {name: compiled.report for name, compiled in self._compiled.items()}
+        """By function (``step``, ``draft``); empty when ``compile`` is ``off``."""
+        return self.started.compile_reports
 
     # ---- serving -----------------------------------------------------------------------------------------------------
 
@@ -336,40 +299,3 @@ def _refused(request_id: str, error: str) -> Completion:
         request_id=request_id, text="", token_ids=[], finish_reason=None, prompt_tokens=0, cached_tokens=0,
         drafted_tokens=0, accepted_tokens=0, error=error,
     )  # fmt: skip
-
-
-def _compile(runner: Runner, settings: EngineConfig) -> dict[str, CompiledModel]:
-    """Trace and compile the step function (and the draft function when drafting), and install them in ``runner``."""
-    cuts = ops.boundary_ops() if settings.boundary_ops is None else settings.boundary_ops
-    options = {
-        "boundary_ops": cuts if settings.compile == "piecewise" else (),
-        "mode": settings.compile,
-        "cache_dir": Path(settings.compile_cache) if settings.compile_cache else None,
-        "cache_salt": compile_salt(),
-    }
-    model, caches = runner.model, runner.caches
-    sequence = PlacedSequence()
-    inputs = runner.inputs([sequence.segment([0, 1, 2], (2,))], num_rows=4, num_requests=2)
-    mark_step_sizes(inputs, caches)
-    compiled = {"step": compile_model(model.forward_streams, **options)}
-    compiled["step"].prepare(inputs, caches)
-    runner.step = compiled["step"]
-    if settings.draft_tokens:
-        streams = model.embed_tokens(inputs.token_ids)
-        mark_unbacked_sizes(_Streams(streams), {"streams": {0: "rows"}})
-        compiled["draft"] = compile_model(model.forward_mtp, **options)
-        compiled["draft"].prepare(inputs, caches, streams)
-        runner.draft = compiled["draft"]
-    for name, each in compiled.items():
-        report = each.report
-        logger.info(
-            "%s: %d pieces, %d distinct, %d loaded from disk; trace %.1f s, compile %.1f s, load %.1f s",
-            name, report.num_pieces, report.num_distinct_pieces, report.cache_hits,
-            report.seconds.trace, report.seconds.compile, report.seconds.load,
-        )  # fmt: skip
-    return compiled
-
-
-@dataclass
-class _Streams:
-    streams: torch.Tensor

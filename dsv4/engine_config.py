@@ -1,7 +1,7 @@
 """Settings of an engine, validated once and never changed."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -9,6 +9,8 @@ from .execution import CacheStorage, Execution, NumericsMode
 from .ops.shapes import BLOCK_TOKENS
 
 CompileMode = Literal["off", "piecewise", "full"]
+GraphMode = Literal["off", "piecewise", "full", "auto"]
+MhcBackend = Literal["triton"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +20,15 @@ class EngineConfig:
     Attributes:
         numerics: ``exact`` or ``official``; see ``dsv4.execution.Execution``.
         deterministic: results of a row do not depend on its batch, bitwise.
-        device: ``cpu`` (CUDA kernels are not part of this release).
+        device: ``cpu`` or ``cuda``.
         compile: ``off`` runs eagerly, ``piecewise`` cuts the traced graph at the boundary ops and compiles the pieces
             between them, ``full`` compiles the whole graph as one piece.
+        graphs: CUDA graphs of steps: ``piecewise`` captures the compiled pieces and runs boundary ops between them,
+            ``full`` captures whole steps, ``auto`` is ``full`` wherever every op can be captured; ``off`` is the only
+            choice on the CPU.
+        prewarm: compile and load every kernel before anything is captured or served (CUDA only).
+        prewarm_workers: threads that compile kernels.
+        mhc_backend: kernels of the hyper-connection ops.
         boundary_ops: qualified op names at which ``piecewise`` cuts; ``None`` means the default set (attention).
         compile_cache: directory of compiled pieces kept across processes; ``None`` disables it.
         cache_storage: cache row format; ``None`` means fp32 for fp32 activations, bf16 otherwise.
@@ -37,6 +45,10 @@ class EngineConfig:
     deterministic: bool = False
     device: str = "cpu"
     compile: CompileMode = "piecewise"
+    graphs: GraphMode = "off"
+    prewarm: bool = True
+    prewarm_workers: int = 8
+    mhc_backend: MhcBackend = "triton"
     boundary_ops: tuple[str, ...] | None = None
     compile_cache: str | None = None
     cache_storage: CacheStorage | None = None
@@ -50,13 +62,22 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         device = torch.device(self.device)
-        if device.type != "cpu":
-            raise NotImplementedError(f"device must be cpu in this release, got {self.device}: CUDA kernels do not exist yet")
+        if device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(f"device must be cpu or cuda, got {self.device}: there are no kernels for it")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise NotImplementedError(f"device must be one that torch can use, got {self.device} without a usable GPU")
+        for name, choices in (("graphs", GraphMode), ("mhc_backend", MhcBackend)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"{name} must be one of {list(get_args(choices))}, got {getattr(self, name)!r}")
+        if self.graphs != "off" and device.type != "cuda":
+            raise ValueError(f"graphs must be 'off' on {self.device}, got {self.graphs!r}")
+        if self.graphs == "piecewise" and self.compile != "piecewise":
+            raise ValueError(f"graphs 'piecewise' must come with compile 'piecewise', got {self.compile!r}")
         if self.compile not in ("off", "piecewise", "full"):
             raise ValueError(f"compile must be 'off', 'piecewise' or 'full', got {self.compile!r}")
         if self.boundary_ops is not None and self.compile != "piecewise":
             raise ValueError(f"boundary_ops must come with compile 'piecewise', got {self.compile!r}")
-        for name in ("max_seq_len", "max_requests", "token_budget", "chunk_tokens"):
+        for name in ("max_seq_len", "max_requests", "token_budget", "chunk_tokens", "prewarm_workers"):
             _check_positive(name, getattr(self, name))
         if self.num_blocks is not None:
             _check_positive("num_blocks", self.num_blocks)

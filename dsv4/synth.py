@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from .checkpoint import DTYPES, INDEX_FILE, Table, TensorSpec, expected_tensors, num_parameters
+from .checkpoint import (
+    DTYPES,
+    INDEX_FILE,
+    Table,
+    TensorSpec,
+    expected_tensors,
+    num_parameters,
+)
 from .config import ModelConfig
 from .ops._formats import (
     FP4_BLOCK,

@@ -28,12 +28,32 @@ from typing import Literal
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
-from .checkpoint import Checkpoint, CheckpointError, Read, TensorSpec, blocks, expected_tensors
+from .checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Read,
+    TensorSpec,
+    blocks,
+    expected_tensors,
+)
 from .config import ModelConfig
 from .execution import Execution, NumericsMode
-from .ops._formats import FP4_BLOCK, decode_e8m0, dequantize_fp4, dequantize_fp8_weight, power_of_two_at_least
+from .ops._formats import (
+    FP4_BLOCK,
+    decode_e8m0,
+    dequantize_fp4,
+    dequantize_fp8_weight,
+    power_of_two_at_least,
+)
 
 logger = logging.getLogger(__name__)
 

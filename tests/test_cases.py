@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import ops
 from dsv4.compile import GraphBreakError, compile_model
-from dsv4.engine import mark_step_sizes
+from dsv4.start_up import mark_step_sizes
 from dsv4.execution import Execution
 from dsv4.inputs import Segment, build_inputs
 from dsv4.inspection import meta_runner

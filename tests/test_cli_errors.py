@@ -32,8 +32,8 @@ ARGUMENTS = [
     ((*GENERATE, "--compile", "on"), "compile must be one of ['off', 'piecewise', 'full'], got 'on'"),
     ((*GENERATE, "--device", "tpu"), "device must be cpu, cuda or cuda:<index>, got 'tpu'"),
     ((*GENERATE, "--device", "cpu:x"), "device must be cpu, cuda or cuda:<index>, got 'cpu:x'"),
-    ((*GENERATE, "--device", "cuda"), "device must be cpu in this release, got cuda"),
-    ((*GENERATE, "--device", "cuda:1"), "device must be cpu in this release, got cuda:1"),
+    ((*GENERATE, "--device", "cuda"), "device must be one that torch can use, got cuda"),
+    ((*GENERATE, "--device", "cuda:1"), "device must be one that torch can use, got cuda:1"),
     ((*GENERATE, "--max-new-tokens", 0), "max_new_tokens must be an int >= 1, got 0"),
     ((*GENERATE, "--max-seq-len", 0), "max_seq_len must be an integer of at least 1, got 0"),
     ((*GENERATE, "--max-seq-len", 2**21), "max_seq_len must be at most max_position_embeddings 1048576"),
@@ -61,7 +61,7 @@ def test_arguments(capfd, no_weights, argv, message):
 def test_without_json_stdout_stays_empty(capfd, no_weights):
     code, out, err = run(capfd, *GENERATE, "--device", "cuda")
     assert code == 2 and out == ""
-    assert err == "error: device must be cpu in this release, got cuda: CUDA kernels do not exist yet\n"
+    assert err == "error: device must be one that torch can use, got cuda without a usable GPU\n"
 
 
 # ---- token files -----------------------------------------------------------------------------------------------------
