@@ -70,7 +70,8 @@ def _route_topk(
     biased = score + tl.load(bias_ptr + expert, mask=expert < num_experts, other=0.0)
     # one integer orders the experts: by biased score (NaN first, as a sort has it), then by smaller number
     pattern = tl.where(biased == 0.0, 0.0, biased).to(tl.int32, bitcast=True)
-    pattern = tl.where(biased == biased, pattern ^ ((pattern >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    ordered = pattern ^ ((pattern >> 31) & 0x7FFFFFFF)
+    pattern = tl.where(biased == biased, ordered, 0x7FFFFFFF)  # noqa: PLR0124
     order = (pattern.to(tl.int64) << 32) | (experts_block - 1 - expert)
     order = tl.where(expert < num_experts, order, -0x8000000000000000)
     place = tl.arange(0, topk_block)[None, :]

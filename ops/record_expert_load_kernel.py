@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import _device
 from ._triton import launch
 
 BLOCK = 2048  # ids per program
@@ -31,6 +32,6 @@ def run(ids: torch.Tensor, enabled: torch.Tensor, counts: torch.Tensor) -> None:
     num_experts = counts.shape[0]
     launch(
         key(num_experts), _record_expert_load, (triton.cdiv(ids.numel(), BLOCK),),
-        ids.contiguous(), enabled, counts, ids.numel(), num_experts,
+        ids.contiguous(), enabled, _device.in_place("record_expert_load", counts), ids.numel(), num_experts,
         experts_block=triton.next_power_of_2(max(num_experts, 2)), block=BLOCK, num_warps=8,
     )  # fmt: skip

@@ -80,9 +80,11 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
         for token_dtype in INDEX_DTYPES:
 
             def arguments(table_dtype: torch.dtype = table_dtype, token_dtype: torch.dtype = token_dtype) -> Arguments:
-                args, kwargs = example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
-                logits, table, token_ids, num_valid = args
-                return (logits, table.to(table_dtype), token_ids.to(token_dtype), num_valid), kwargs
+                logits = torch.zeros(1, shape.num_experts, device=device)
+                table = torch.arange(shape.experts_per_token, device=device).to(table_dtype).unsqueeze(0)
+                token_ids = torch.zeros(1, dtype=token_dtype, device=device)
+                num_valid = torch.ones(1, dtype=torch.int32, device=device)
+                return (logits, table, token_ids, num_valid), {"scale": shape.route_scale}
 
             key = _routing_kernel.hash_key(shape.experts_per_token, table_dtype, token_dtype)
             cases.append(PrewarmCase(op="route_hash", key=key, arguments=arguments))
