@@ -12,5 +12,7 @@ for name in $names; do
 done
 wait
 timeout 240 python3 tools/gpu_check.py --model --out "$out/model.json" >"$out/model.log" 2>&1
+TRITON_CACHE_DIR=$(mktemp -d) timeout 330 python3 tools/gpu_engine_check.py --out "$out/engine.json" >"$out/engine.log" 2>&1
 grep -hE "bfloat16|float32" "$out"/ops/*.log
 tail -n 12 "$out/model.log"
+grep -E "^[a-z_]+ \{" "$out/engine.log"
