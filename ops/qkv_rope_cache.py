@@ -83,9 +83,12 @@ def reference(
 
 
 def _unit_rms(q: torch.Tensor, eps: float) -> torch.Tensor:
-    """``q * rsqrt(mean(q^2) + eps)`` over the last dimension, every intermediate rounded to ``q.dtype``."""
+    """``q * rsqrt(mean(q^2) + eps)`` over the last dimension, every intermediate rounded to ``q.dtype``.
+
+    ``eps`` itself is not: torch rounds a scalar operand to the tensor's dtype on the CPU but not on a GPU.
+    """
     mean = q.square().float().mean(-1, keepdim=True).to(q.dtype)
-    return q * torch.rsqrt((mean + eps).float()).to(q.dtype)
+    return q * torch.rsqrt((mean.float() + eps).to(q.dtype).float()).to(q.dtype)
 
 
 def fake(

@@ -31,7 +31,7 @@ def test_matches_reference(shape, dtype, num_tokens):
     compare(SPEC, *arguments(shape, num_tokens, dtype, dtype, False), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 33])
+@pytest.mark.parametrize("num_tokens", [1, 13])
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
 def test_quantized(shape, cache_dtype, num_tokens):
@@ -46,6 +46,15 @@ def test_quantized(shape, cache_dtype, num_tokens):
     assert a[~written].isnan().all() and b[~written].isnan().all()
     assert (a[written] != b[written]).float().mean() < 1e-3
     torch.testing.assert_close(a[written], b[written], rtol=1 / 8, atol=1e-2)
+
+
+def test_every_rounding_of_the_queries():
+    """Queries so small that eps decides: a rounding left out moves whole heads to the neighbouring bf16 scale."""
+    (q, *args), kwargs = arguments(tiny, 65, torch.bfloat16, torch.bfloat16, False)
+    g = torch.Generator().manual_seed(0)
+    q = q * (3e-4 * torch.exp(2 * torch.rand(65, 2, 1, generator=g))).bfloat16()
+    want, got = (outputs(SPEC, f, (q, *args), kwargs)[0] for f in (SPEC.reference, SPEC.cuda))
+    assert (want != got).float().mean() < 2e-2  # a mean on a rounding boundary may fall to either side
 
 
 def test_rows_are_independent():
