@@ -28,7 +28,7 @@ def launched(spec: ops.OpSpec, args: tuple, kwargs: dict) -> set:
     return {call.key for call in calls}
 
 
-@pytest.mark.parametrize("shape", [nano, SMALL_FLASH], ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", [nano, pytest.param(SMALL_FLASH, marks=pytest.mark.slow)], ids=lambda s: s.name)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_every_launch_is_prewarmed(spec, shape):
     warm = set().union(*(launched(spec, *case.arguments()) for case in spec.cuda_cases(shape, CPU, MAX_TOKENS)))

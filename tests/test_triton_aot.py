@@ -15,7 +15,7 @@ from dsv4 import ops
 from .ops import contract
 
 SMALL_FLASH = replace(flash, num_experts=8, vocab=1024)  # widths decide what is compiled, counts only cost memory
-SPECS = [spec for spec in ops.specs().values() if spec.cuda is not None]
+SPECS = [s for s in ops.specs().values() if s.cuda is not None and s.name != "pcp_moe_shard"]  # launches other ops
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -48,7 +48,7 @@ def _type(value) -> str:
 
 
 @pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("shape", [nano, SMALL_FLASH], ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", [nano, pytest.param(SMALL_FLASH, marks=pytest.mark.slow)], ids=lambda s: s.name)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_compiles(spec, shape, arch):
     with _triton.recording() as calls:
