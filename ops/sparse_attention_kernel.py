@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from . import _paged
-from ._device import HEAD_DATA, HEAD_DIM, HEAD_ROW, HEAD_SCALE, KV_BLOCK, NOPE_DIM, decode_e8m0
+from ._device import (
+    HEAD_DATA,
+    HEAD_DIM,
+    HEAD_ROW,
+    HEAD_SCALE,
+    KV_BLOCK,
+    NOPE_DIM,
+    decode_e8m0,
+)
 from ._triton import dtype_key, launch
 
 HEAD_BLOCK = 16
