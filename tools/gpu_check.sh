@@ -12,7 +12,14 @@ for name in $names; do
 done
 wait
 timeout 240 python3 tools/gpu_check.py --model --out "$out/model.json" >"$out/model.log" 2>&1
-TRITON_CACHE_DIR=$(mktemp -d) timeout 330 python3 tools/gpu_engine_check.py --out "$out/engine.json" >"$out/engine.log" 2>&1
+TRITON_CACHE_DIR=$(mktemp -d) timeout 200 python3 tools/gpu_engine_check.py --out "$out/engine.json" >"$out/engine.log" 2>&1
+timeout 200 python3 tools/gpu_stress_check.py --out "$out/stress.json" >"$out/stress.log" 2>&1
+export TRITON_CACHE_DIR=$(mktemp -d) # cold, then warm from disk in a second process
+for run in cold warm; do
+    timeout 120 python3 -m dsv4 prewarm assets/configs/flash --json >"$out/prewarm_$run.json" 2>"$out/prewarm_$run.log"
+    python3 -c "import json,sys; r=json.load(open(sys.argv[1])); print('prewarm', sys.argv[2], len(r['keys']), 'keys', round(r['wall_seconds'],1), 's', r['jit']['libraries'].keys())" "$out/prewarm_$run.json" $run
+done
 grep -hE "bfloat16|float32" "$out"/ops/*.log
 tail -n 12 "$out/model.log"
-grep -E "^[a-z_]+ \{" "$out/engine.log"
+grep -hE "^[a-z_]+ \{" "$out/engine.log" "$out/stress.log"
+python3 tools/gpu_report.py "$out" "$out/h200_check.json"
