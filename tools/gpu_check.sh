@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every GPU check in at most 8 minutes: ops in parallel processes (one fault must not hide the others), then the model.
-# Usage: tools/gpu_check.sh OUT_DIR
+# Usage: tools/gpu_check.sh OUT_DIR [COMMIT]  (COMMIT: what is checked out, where the tree has no git history)
 set -u
 cd "$(dirname "$0")/.."
 out=$1
@@ -22,4 +22,4 @@ done
 grep -hE "bfloat16|float32" "$out"/ops/*.log
 tail -n 12 "$out/model.log"
 grep -hE "^[a-z_]+ \{" "$out/engine.log" "$out/stress.log"
-python3 tools/gpu_report.py "$out" "$out/h200_check.json"
+python3 tools/gpu_report.py "$out" "$out/h200_check.json" "${2:-}"

@@ -1,4 +1,4 @@
-"""Join the JSON files of one tools/gpu_check.sh run into one report: tools/gpu_report.py DIR OUT."""
+"""Join the JSON files of one tools/gpu_check.sh run into one report: tools/gpu_report.py DIR OUT [COMMIT]."""
 
 import json
 import subprocess
@@ -13,7 +13,8 @@ def git(*arguments: str) -> str:
 
 def main() -> None:
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
-    report: dict = {"commit": git("rev-parse", "HEAD") or None, "clean_tree": not git("status", "--porcelain")}
+    named = sys.argv[3] if len(sys.argv) > 3 else ""
+    report: dict = {"commit": named or git("rev-parse", "HEAD"), "clean_tree": bool(named) or not git("status", "-s")}
     for name in ("model", "engine", "stress", "prewarm_cold", "prewarm_warm"):
         path = folder / f"{name}.json"
         report[name] = json.loads(path.read_text()) if path.is_file() and path.stat().st_size else None
