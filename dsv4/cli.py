@@ -285,7 +285,9 @@ def prewarm(
     payload = warm_kernels(ModelConfig.from_json(model), settings, count=True).to_dict()
 
     def show(p: dict[str, Any]) -> None:
-        print(f"{len(p['keys'])} keys, {len(p['seconds'])} run, {len(p['skipped'])} warm before, {p['wall_seconds']:.1f} s")
+        print(
+            f"{len(p['keys'])} keys, {len(p['seconds'])} run, {len(p['skipped'])} warm before, {p['wall_seconds']:.1f} s"
+        )
 
     emit(as_json, payload, show)
 

@@ -4,8 +4,7 @@ Legend: T tokens, V vocabulary. All functions place one request at a time at the
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Iterator, Mapping, Sequence as Rows
 from dataclasses import dataclass
 
 import torch

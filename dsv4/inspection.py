@@ -26,7 +26,9 @@ SWEEP = ((0, 0, 0), (1, 1, 1), (2, 1, 1), (7, 7, 7), (13, 2, 0), (64, 2, 2), (25
 _BLOCKS = 16
 
 
-def inspect_model(path: str | Path, *, numerics: NumericsMode = "exact", mode: CompileMode = "piecewise") -> dict[str, Any]:
+def inspect_model(
+    path: str | Path, *, numerics: NumericsMode = "exact", mode: CompileMode = "piecewise"
+) -> dict[str, Any]:
     """Trace a model on the meta device and describe it.
 
     Args:

@@ -104,7 +104,9 @@ class HyperHead(Buffers):
 
     def __init__(self, config: ModelConfig, execution: Execution, view: WeightView) -> None:
         super().__init__()
-        self.hold(fn=view["hc_head_fn"], scale=view["hc_head_scale"], base=view["hc_head_base"], norm=view["norm.weight"])
+        self.hold(
+            fn=view["hc_head_fn"], scale=view["hc_head_scale"], base=view["hc_head_base"], norm=view["norm.weight"]
+        )
         self.numbers = {
             "eps": config.rms_norm_eps,
             "hc_eps": config.hc_eps,

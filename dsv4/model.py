@@ -24,7 +24,14 @@ class Block(nn.Module):
     """One decoder layer: attention and MoE, each behind its hyper-connection site."""
 
     def __init__(
-        self, config: ModelConfig, execution: Execution, view: WeightView, *, ratio: int, hashed: bool, table: torch.Tensor
+        self,
+        config: ModelConfig,
+        execution: Execution,
+        view: WeightView,
+        *,
+        ratio: int,
+        hashed: bool,
+        table: torch.Tensor,
     ) -> None:
         super().__init__()
         self.attn_site = HyperSite(config, execution, view, "attn")
@@ -90,11 +97,11 @@ class DeepseekV4(Buffers):
 
     def embed_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``[T]`` -> equal streams ``[T, M, D]``; zeros for pads."""
-        return ops.embed_streams(
-            token_ids, self.embed, num_streams=self.config.hc_mult, dtype=self.execution.dtype
-        )
+        return ops.embed_streams(token_ids, self.embed, num_streams=self.config.hc_mult, dtype=self.execution.dtype)
 
-    def logits(self, streams: torch.Tensor, logit_rows: torch.Tensor, hyper_head: HyperHead | None = None) -> torch.Tensor:
+    def logits(
+        self, streams: torch.Tensor, logit_rows: torch.Tensor, hyper_head: HyperHead | None = None
+    ) -> torch.Tensor:
         """Final streams ``[T, M, D]`` -> fp32 logits ``[L, V]`` of the rows ``logit_rows [L]``."""
         hyper_head = hyper_head or self.hyper_head
         hidden = hyper_head(streams.index_select(0, logit_rows))
@@ -103,7 +110,7 @@ class DeepseekV4(Buffers):
     def forward_streams(
         self, inputs: StepInputs, caches: ModelCaches, embeddings: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step: logits ``[L, V]`` fp32 and the final residual streams ``[T, M, D]``, which the MTP block reads.
+        """One step: logits ``[L, V]`` fp32, and the final residual streams ``[T, M, D]`` for the MTP block.
 
         Args:
             inputs: the step's rows.
@@ -118,9 +125,7 @@ class DeepseekV4(Buffers):
         streams = run_blocks(self.blocks, streams, inputs, caches.layers, caches.load_enabled, caches.load_counts)
         return self.logits(streams, inputs.logit_rows), streams
 
-    def forward(
-        self, inputs: StepInputs, caches: ModelCaches, embeddings: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, caches: ModelCaches, embeddings: torch.Tensor | None = None) -> torch.Tensor:
         """Logits ``[L, V]`` of one step; see :meth:`forward_streams`."""
         return self.forward_streams(inputs, caches, embeddings)[0]
 
@@ -148,7 +153,7 @@ class DeepseekV4(Buffers):
 
 
 class MTPBlock(Buffers):
-    """Multi-token-prediction block: next-token embedding and backbone streams, projected, summed, and one window layer."""
+    """Multi-token-prediction block: next-token embedding plus backbone streams, projected, then one window layer."""
 
     def __init__(self, config: ModelConfig, execution: Execution, view: WeightView, table: torch.Tensor) -> None:
         super().__init__()
@@ -161,7 +166,7 @@ class MTPBlock(Buffers):
         self.hyper_head = HyperHead(config, execution, view)
 
     def mix(self, embedded: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
-        """Equal embedding streams and backbone streams, both ``[T, M, D]`` -> the block's input streams ``[T, M, D]``."""
+        """Equal embedding streams and backbone streams ``[T, M, D]`` -> the block's input streams ``[T, M, D]``."""
         eps = self.config.rms_norm_eps
         token = self.e_proj(*self.activation(ops.rms_norm(embedded[:, 0].contiguous(), self.enorm, eps=eps)))
         flat = ops.rms_norm(streams, self.hnorm, eps=eps).view(-1, self.config.hidden_size)

@@ -4,8 +4,7 @@ A :class:`Runner` owns the model, the caches and the two step functions (backbon
 methods or compiled ones. A :class:`Sequence` is one request's pages, for callers that place requests themselves.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence as Rows
 from dataclasses import dataclass
 
 import torch

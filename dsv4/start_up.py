@@ -27,8 +27,7 @@ from .inputs import StepInputs
 from .ops import PrewarmCase, _runtime
 from .ops._jit_libraries import jit_libraries
 from .prewarm_progress import prewarm_progress
-from .runner import Runner
-from .runner import Sequence as PlacedSequence
+from .runner import Runner, Sequence as PlacedSequence
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +157,7 @@ def warm_kernels(config: ModelConfig, settings: EngineConfig, *, count: bool = F
 
 # ---- compile ---------------------------------------------------------------------------------------------------------
 
+
 def compile_salt() -> str:
     """Hash of everything a compiled piece depends on besides its graph and torch: op schemas and op sources."""
     digest = hashlib.sha256()
@@ -220,6 +220,7 @@ def _compile(runner: Runner, settings: EngineConfig) -> dict[str, CompiledModel]
 @dataclass
 class _Streams:
     streams: torch.Tensor
+
 
 # ---- capture ---------------------------------------------------------------------------------------------------------
 

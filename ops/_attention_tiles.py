@@ -52,9 +52,7 @@ class TilePlaces(NamedTuple):
         return TileKeys(values, self.place.masked_fill(absent, -1))
 
 
-def tile_places(
-    positions: torch.Tensor, picks: torch.Tensor | None, visible: torch.Tensor, window: int
-) -> TilePlaces:
+def tile_places(positions: torch.Tensor, picks: torch.Tensor | None, visible: torch.Tensor, window: int) -> TilePlaces:
     """Keys of rows of one request.
 
     Args:
@@ -87,9 +85,7 @@ def _entry_ranks(picks: torch.Tensor, visible: torch.Tensor, num_entries: int) -
     return ranks[:, :num_entries]
 
 
-def attend_tile(
-    q: torch.Tensor, keys: TileKeys, sink: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_tile(q: torch.Tensor, keys: TileKeys, sink: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention output ``[rows, H, dim]`` in q's dtype and fp32 log-sum-exp ``[rows, H]`` without the sink."""
     rows, heads, dim = q.shape
     seen = (keys.place >= 0).unsqueeze(1)

@@ -13,9 +13,7 @@ def cache_formats(dim: int) -> tuple[tuple[bool, torch.dtype], ...]:
     return (*((True, dtype) for dtype in (*DENSE, *fp8)), *((False, dtype) for dtype in DENSE))
 
 
-def empty_cache(
-    num_pages: int, page_rows: int, dim: int, *, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def empty_cache(num_pages: int, page_rows: int, dim: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A zeroed paged cache in the layout of ``dtype`` (docs/ops.md)."""
     if dtype == torch.uint8:
         return torch.zeros(num_pages, _paged.fp8_page_bytes(page_rows, dim), dtype=dtype, device=device)

@@ -29,9 +29,7 @@ class ExampleRows:
     max_context: int  # positions a RoPE table needs
 
 
-def example_rows(
-    shape: Shape, *, num_tokens: int, device: torch.device, seed: int, pad: bool = True
-) -> ExampleRows:
+def example_rows(shape: Shape, *, num_tokens: int, device: torch.device, seed: int, pad: bool = True) -> ExampleRows:
     """Split ``num_tokens`` rows over up to three requests that are already in mid-context.
 
     The first row of the first request ends a window of 128 tokens, so compressors of every ratio have work. Physical

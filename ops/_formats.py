@@ -82,7 +82,15 @@ def quantize_fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scaled = (value / scale.unsqueeze(-1)).clamp(-FP4_MAX, FP4_MAX)
     size = scaled.abs()
     code = torch.zeros(size.shape, dtype=torch.uint8, device=x.device)
-    for tie, upwards in ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
+    for tie, upwards in (
+        (0.25, False),
+        (0.75, True),
+        (1.25, False),
+        (1.75, True),
+        (2.5, False),
+        (3.5, True),
+        (5.0, False),
+    ):
         code += (size >= tie) if upwards else (size > tie)
     code += torch.signbit(scaled).to(torch.uint8) * 8
     return code.flatten(-2)[..., : x.shape[-1]].contiguous(), scale

@@ -82,9 +82,7 @@ def alloc_pre(
     )
 
 
-def alloc_post(
-    op: str, y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
-) -> torch.Tensor:
+def alloc_post(op: str, y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """Check the arguments of the mixing after a sublayer and allocate the new streams."""
     num_streams, hidden = check_streams(op, streams)
     check_rows(op, "y", y, (hidden,), streams.dtype)

@@ -67,7 +67,9 @@ def read(cache: torch.Tensor, flat: torch.Tensor, dim: int) -> torch.Tensor:
     rows = page_rows(cache, dim)
     safe = flat.clamp_min(0)
     if cache.shape[0] == 0:
-        return torch.zeros(*flat.shape, dim, dtype=torch.bfloat16 if cache.dtype == torch.uint8 else cache.dtype, device=cache.device)
+        return torch.zeros(
+            *flat.shape, dim, dtype=torch.bfloat16 if cache.dtype == torch.uint8 else cache.dtype, device=cache.device
+        )
     if cache.dtype != torch.uint8:
         value = cache[safe // rows, safe % rows]
     elif dim == INDEX_DIM:
@@ -78,7 +80,9 @@ def read(cache: torch.Tensor, flat: torch.Tensor, dim: int) -> torch.Tensor:
         data, scale = _head_views(cache, rows)
         page, row = safe // rows, safe % rows
         data, scale = data[page, row], _formats.decode_e8m0(scale[page, row][..., :7].contiguous())
-        nope = _formats.dequantize_fp8(data[..., :NOPE_DIM].contiguous().view(torch.float8_e4m3fn), scale, _formats.KV_BLOCK)
+        nope = _formats.dequantize_fp8(
+            data[..., :NOPE_DIM].contiguous().view(torch.float8_e4m3fn), scale, _formats.KV_BLOCK
+        )
         value = torch.cat((nope.bfloat16(), data[..., NOPE_DIM:].contiguous().view(torch.bfloat16)), dim=-1)
     return torch.where((flat >= 0).unsqueeze(-1), value, value.new_zeros(()))
 

@@ -115,9 +115,7 @@ def cuda(
     from . import _compressor_kernel as kernel
 
     _check(maxima, totals, weighted, norm_weight, rope_table, cache, ratio, quantize)
-    finished = kernel.Finished(
-        (maxima, totals, weighted), norm_weight, rope_table, block_tables, cache, eps, quantize
-    )
+    finished = kernel.Finished((maxima, totals, weighted), norm_weight, rope_table, block_tables, cache, eps, quantize)
     kernel.finish_and_store("compressor_merge", positions, row_requests, ratio, finished=finished)
 
 

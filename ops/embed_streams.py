@@ -28,9 +28,7 @@ def _alloc(token_ids: torch.Tensor, weight: torch.Tensor, num_streams: int, dtyp
     return torch.empty(token_ids.shape[0], num_streams, weight.shape[1], dtype=dtype, device=weight.device)
 
 
-def reference(
-    token_ids: torch.Tensor, weight: torch.Tensor, *, num_streams: int, dtype: torch.dtype
-) -> torch.Tensor:
+def reference(token_ids: torch.Tensor, weight: torch.Tensor, *, num_streams: int, dtype: torch.dtype) -> torch.Tensor:
     """Embed every token and repeat the row over the streams."""
     out = _alloc(token_ids, weight, num_streams, dtype)
     vocab = weight.shape[0]

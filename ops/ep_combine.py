@@ -19,9 +19,7 @@ from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 
-def _check(
-    y: torch.Tensor, recv_source: torch.Tensor, recv_count: torch.Tensor, out: torch.Tensor, group: str
-) -> None:
+def _check(y: torch.Tensor, recv_source: torch.Tensor, recv_count: torch.Tensor, out: torch.Tensor, group: str) -> None:
     _runtime.require_one_rank("ep_combine", group)
     for name, tensor, dtype in (
         ("y", y, torch.float32),

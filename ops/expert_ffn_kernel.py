@@ -278,9 +278,7 @@ def _tile(rows: int, cols: int, fmt: str, pairs: int) -> dict[str, int | str]:
     }  # fmt: skip
 
 
-def keys(
-    x: torch.Tensor, weight: torch.Tensor, hidden: int, inner: int, topk: int, pairs: int
-) -> dict[str, Key]:
+def keys(x: torch.Tensor, weight: torch.Tensor, hidden: int, inner: int, topk: int, pairs: int) -> dict[str, Key]:
     """What the launches are specialised on: dtypes of ``x`` and ``weight``, sizes, and ``pairs`` per block."""
     fmt, dtypes = _format(x, weight), dtype_key(x, weight)
     expand = {"expand": ("expert_ffn", "expand", fmt, hidden, topk)} if fmt in ("fp4", "fp8") else {}

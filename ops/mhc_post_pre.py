@@ -109,9 +109,7 @@ def cuda(
 ) -> Outputs:
     from . import mhc_post_kernel, mhc_pre_kernel
 
-    new_streams, x, next_post, next_comb = _alloc(
-        y, streams, post, comb, fn, scale, base, norm_weight, sinkhorn_iters
-    )
+    new_streams, x, next_post, next_comb = _alloc(y, streams, post, comb, fn, scale, base, norm_weight, sinkhorn_iters)
     mhc_post_kernel.run(y, streams, post, comb, new_streams)
     partials = _mhc.alloc_partials(new_streams, fn.shape[0], deterministic=deterministic)
     mhc_pre_kernel.run(

@@ -20,16 +20,14 @@ import torch
 
 from . import _experts, _routing, _runtime
 from ._registry import Arguments, PrewarmCase, register
-from .expert_ffn import example as expert_example
-from .expert_ffn import reference as expert_ffn
+from .expert_ffn import example as expert_example, reference as expert_ffn
 from .linear import reference as linear
 from .quant_fp8 import reference as quant_fp8
 from .record_expert_load import reference as record_expert_load
 from .route_hash import reference as route_hash
 from .route_topk import reference as route_topk
 from .shapes import Shape
-from .shared_expert import example as shared_example
-from .shared_expert import reference as shared_expert
+from .shared_expert import example as shared_example, reference as shared_expert
 
 OP = "pcp_moe_shard"
 

@@ -45,7 +45,7 @@ def cuda(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
 
 
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
-    """One specialisation per width that the model normalises, with its fp32 weights: query latents, MTP's hidden rows."""
+    """One specialisation per width that the model normalises: query latents, MTP's hidden rows (fp32 weights)."""
     from . import rms_norm_kernel
 
     cases = []

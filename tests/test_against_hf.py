@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, event, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, event, example, given, settings, strategies as st
 
 from dsv4.config import ModelConfig, RopeScaling
 from tests import planted_bugs

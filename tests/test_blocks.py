@@ -1,8 +1,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from dsv4.blocks import BLOCK_TOKENS, PAGE_TOKENS, OutOfPages, PagePool, PrefixCache, PrefixNode

@@ -2,8 +2,7 @@ import hashlib
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dsv4.chat import MAX_EFFORT, encode_messages, parse_completion
 

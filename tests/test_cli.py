@@ -285,9 +285,7 @@ def process(*argv: object, **options: object) -> subprocess.Popen:
 
 def test_logs_and_progress_stay_off_stdout(tmp_path):
     tokens = write_json(tmp_path / "tokens.json", list(range(3, 22)))
-    command = process(
-        "score", NANO, "--tokens", tokens, "--window", 16, "--json", stdout=subprocess.PIPE, cwd=tmp_path
-    )
+    command = process("score", NANO, "--tokens", tokens, "--window", 16, "--json", stdout=subprocess.PIPE, cwd=tmp_path)
     out, err = command.communicate(timeout=120)
     assert command.returncode == 0, err
     assert parse(out)["nll"] > 0

@@ -6,9 +6,9 @@ from expecttest import assert_expected_inline
 
 from dsv4 import ops
 from dsv4.compile import compile_model, mark_unbacked_sizes
-from dsv4.start_up import mark_step_sizes
 from dsv4.inspection import inspect_model
 from dsv4.runner import Runner, Sequence
+from dsv4.start_up import mark_step_sizes
 
 from .conftest import NANO, ROOT
 
@@ -156,7 +156,14 @@ def test_inspect_flash():
     assert found["op_calls"]["dsv4::sparse_attention"] == 43
     assert found["op_calls"]["dsv4::mhc_post_pre"] == 85
     glue = {name for nodes in found["piece_nodes"] for name in nodes["aten"]}
-    allowed = {"aten::add", "aten::view", "aten::empty", "aten::empty_like", "aten::index_select", "aten::_assert_scalar"}
+    allowed = {
+        "aten::add",
+        "aten::view",
+        "aten::empty",
+        "aten::empty_like",
+        "aten::index_select",
+        "aten::_assert_scalar",
+    }
     assert glue <= allowed  # everything else is an op of ours
 
 
@@ -166,7 +173,9 @@ def test_piece_plan_of_nano():
     for nodes in found["piece_nodes"]:
         aten = {name: count for name, count in nodes["aten"].items() if name != "aten::_assert_scalar"}
         lines.append(f"{sum(nodes['ops'].values())} ops, {sum(aten.values())} aten nodes")
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 15 pieces, 7 distinct
 9 ops, 3 aten nodes
 18 ops, 5 aten nodes
@@ -174,4 +183,5 @@ def test_piece_plan_of_nano():
 19 ops, 5 aten nodes
 23 ops, 6 aten nodes
 19 ops, 5 aten nodes
-13 ops, 3 aten nodes""")
+13 ops, 3 aten nodes""",
+    )

@@ -59,9 +59,7 @@ def in_step(
     return run_parts(runner, parts, mtp=mtp)[first]
 
 
-def check_total(
-    model: DeepseekV4, total: int, *, places: tuple[int, ...], prefix: int = 0, mtp: bool = True
-) -> None:
+def check_total(model: DeepseekV4, total: int, *, places: tuple[int, ...], prefix: int = 0, mtp: bool = True) -> None:
     """The same 64 rows alone, and inside a step of ``total`` rows behind each of ``places`` other requests."""
     tokens = random_tokens(prefix + ROWS + 1, model.config.vocab_size, 1)
     rest = total - ROWS

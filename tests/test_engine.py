@@ -1,10 +1,8 @@
 """The engine on the nano checkpoint: batches, limits, events, sampling, refusals, and use after failures."""
 
 import json
-import shutil
 
 import pytest
-import torch
 
 from dsv4 import evaluate
 from dsv4.chat import encode_messages

@@ -39,9 +39,7 @@ def run_alone(engine, prompt):
     return completion, logits_by_position(steps), [logits for logits in drafts if logits.shape[0]]
 
 
-@pytest.mark.parametrize(
-    "shared, draft_tokens", [(255, 2), (256, 0), (256, 2), (257, 0), (257, 2), (513, 0), (513, 2)]
-)
+@pytest.mark.parametrize("shared, draft_tokens", [(255, 2), (256, 0), (256, 2), (257, 0), (257, 2), (513, 0), (513, 2)])
 def test_hit_equals_cold(nano_model, golden, shared, draft_tokens):
     donor, follower = donor_and_follower(golden, shared)
     settings = {"draft_tokens": draft_tokens, "max_requests": 1}

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from dsv4.chat import encode_messages
 from dsv4.tokenizer import Tokenizer

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
-from dsv4.ops import _triton
-from dsv4.ops.shapes import flash, nano
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dsv4 import ops
+from dsv4.ops import _triton
+from dsv4.ops.shapes import flash, nano
 
 from .ops import contract
 
@@ -34,7 +34,9 @@ def source(call: _triton.Launch) -> ASTSource:
     options = {k: v for k, v in call.meta.items() if k not in ("num_warps", "num_stages", "maxnreg")}
     constants = {k: v for k, v in options.items()}
     signature = {name: "constexpr" if name in constants else _type(values[name]) for name in names}
-    return ASTSource(fn=call.kernel, signature=signature, constexprs={(names.index(k),): v for k, v in constants.items()})
+    return ASTSource(
+        fn=call.kernel, signature=signature, constexprs={(names.index(k),): v for k, v in constants.items()}
+    )
 
 
 def _type(value) -> str:

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
-from dsv4.ops import _paged, _triton
-from dsv4.ops.shapes import flash, nano
 from triton.backends.compiler import GPUTarget
 
 from dsv4 import ops
+from dsv4.ops import _paged, _triton
+from dsv4.ops.shapes import flash, nano
 
 from .ops import contract
 from .test_triton_aot import source

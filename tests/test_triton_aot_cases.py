@@ -5,11 +5,11 @@ from importlib import import_module
 import pytest
 import torch
 import triton
-from dsv4.ops import _triton
-from dsv4.ops.shapes import nano, tiny
 from triton.backends.compiler import GPUTarget
 
 from dsv4 import ops
+from dsv4.ops import _triton
+from dsv4.ops.shapes import nano, tiny
 
 from .test_triton_aot import SMALL_FLASH, source
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
-from dsv4.ops import _triton
-from dsv4.ops.shapes import flash
 from triton.backends.compiler import GPUTarget
 
 from dsv4 import ops
+from dsv4.ops import _triton
+from dsv4.ops.shapes import flash
 
 from .test_triton_aot import source
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import triton
-from dsv4.ops import _triton
-from dsv4.ops.shapes import flash, nano, tiny
 from triton.backends.compiler import GPUTarget
 
 from dsv4 import ops
+from dsv4.ops import _triton
+from dsv4.ops.shapes import flash, nano, tiny
 
 from .ops import contract
 from .test_triton_aot import source

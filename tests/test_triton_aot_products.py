@@ -5,12 +5,12 @@ import importlib
 import pytest
 import torch
 import triton
-from dsv4.ops import _triton
-from dsv4.ops.shapes import Shape, flash, tiny
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dsv4 import ops
+from dsv4.ops import _triton
+from dsv4.ops.shapes import Shape, flash, tiny
 
 from .test_triton_aot import source
 

@@ -85,7 +85,9 @@ def check_ops(only: str | None) -> dict[str, Any]:
                 worst: dict[str, float] = {}
                 try:
                     for num_tokens in TOKEN_COUNTS:
-                        args, kwargs = spec.example(shape, num_tokens=num_tokens, device=torch.device("cpu"), dtype=dtype, seed=num_tokens)
+                        args, kwargs = spec.example(
+                            shape, num_tokens=num_tokens, device=torch.device("cpu"), dtype=dtype, seed=num_tokens
+                        )
                         args = on_gpu(args)
                         with _runtime.use_references():
                             want = outputs(spec, args, kwargs)
@@ -103,7 +105,9 @@ def check_ops(only: str | None) -> dict[str, Any]:
     return found
 
 
-def nano_runner(numerics: str, dtype: torch.dtype, *, deterministic: bool = False, storage: str | None = None) -> Runner:
+def nano_runner(
+    numerics: str, dtype: torch.dtype, *, deterministic: bool = False, storage: str | None = None
+) -> Runner:
     config = ModelConfig.from_json(ROOT / "assets" / "nano")
     execution = Execution(numerics=numerics, dtype=dtype, deterministic=deterministic)
     checkpoint = Checkpoint.open(ROOT / "assets" / "nano")
@@ -210,14 +214,20 @@ def main() -> None:
         try:
             report[name] = section()
         except Exception as error:
-            report[name] = {"error": f"{type(error).__name__}: {str(error)[:500]}", "trace": traceback.format_exc()[-3000:]}
+            report[name] = {
+                "error": f"{type(error).__name__}: {str(error)[:500]}",
+                "trace": traceback.format_exc()[-3000:],
+            }
         report.setdefault("seconds", {})[name] = round(time.perf_counter() - began, 1)
         arguments.out.write_text(json.dumps(report, indent=1))
     report["warm_keys"] = sorted(map(list, _runtime.warm_keys()), key=str)
     arguments.out.write_text(json.dumps(report, indent=1))
     for name, rows in report.get("ops", {}).items():
         for variant, worst in rows.items() if isinstance(rows, dict) else ():
-            print(f"{name:20s} {variant:28s}", " ".join(f"{k}={v:.2g}" if isinstance(v, float) else f"{k}={v}" for k, v in worst.items()))
+            print(
+                f"{name:20s} {variant:28s}",
+                " ".join(f"{k}={v:.2g}" if isinstance(v, float) else f"{k}={v}" for k, v in worst.items()),
+            )
     for name in sections:
         if name != "ops":
             print(name, json.dumps(report[name])[:1500])

@@ -138,7 +138,10 @@ def main() -> None:
         try:
             report[name] = section()
         except Exception as error:
-            report[name] = {"error": f"{type(error).__name__}: {str(error)[:700]}", "trace": traceback.format_exc()[-2500:]}
+            report[name] = {
+                "error": f"{type(error).__name__}: {str(error)[:700]}",
+                "trace": traceback.format_exc()[-2500:],
+            }
         report[name]["section_s"] = round(time.perf_counter() - began, 1)
         arguments.out.write_text(json.dumps(report, indent=1, default=str))
         print(name, json.dumps(report[name], default=str)[:1400])

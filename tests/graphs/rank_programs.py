@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from dsv4.graphs.jit_monitor import JitMonitor
 from dsv4.graphs.prewarm import PrewarmError, prewarm
 

@@ -1,6 +1,5 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dsv4.graphs.buckets import ALIGNMENT, MAX_ENTRIES, Bucket, Ladder, token_ladder
 

@@ -11,14 +11,14 @@ import filelock
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
+
+from dsv4 import ops
 from dsv4.graphs.jit_monitor import JitMonitor, KeyCounts
 from dsv4.graphs.prewarm import PrewarmError
 from dsv4.graphs.ranks import Ranks
 from dsv4.graphs.warmer import PrewarmProgress
 from dsv4.ops.shapes import nano
-from rich.console import Console
-
-from dsv4 import ops
 from dsv4.prewarm_progress import prewarm_progress
 
 from .rank_programs import (

@@ -1,4 +1,4 @@
-"""Kernels under Triton's interpreter on the CPU. Runs in a process of its own: `TRITON_INTERPRET=1 pytest tests/kernels`."""
+"""Kernels under Triton's interpreter, in a process of its own: `TRITON_INTERPRET=1 pytest tests/kernels`."""
 
 import os
 

@@ -3,10 +3,10 @@
 import importlib
 
 import torch
-from dsv4.ops import _triton
-from dsv4.ops.shapes import Shape
 
 from dsv4 import ops
+from dsv4.ops import _triton
+from dsv4.ops.shapes import Shape
 
 
 def launched(spec: ops.OpSpec, args: tuple, kwargs: dict) -> set:

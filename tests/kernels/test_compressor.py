@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from dsv4.ops import _compressor_kernel, _paged
-from dsv4.ops.shapes import nano, tiny
 
 from dsv4 import ops
+from dsv4.ops import _compressor_kernel, _paged
+from dsv4.ops.shapes import nano, tiny
 
 from ..ops import contract
 from ..ops.compressor_cases import (

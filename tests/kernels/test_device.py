@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+
 from dsv4.ops import _device, _formats, _paged, _rope
 
 from . import interpreter

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from dsv4.ops.shapes import nano, tiny
 
 from dsv4 import ops
+from dsv4.ops.shapes import nano, tiny
 
 from ..ops import contract
 from ..ops.test_ep_dispatch import NUM_EXPERTS, make_buffers, make_sent

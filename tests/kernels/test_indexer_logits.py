@@ -2,10 +2,10 @@ import sys
 
 import pytest
 import torch
-from dsv4.ops import _paged, _triton
-from dsv4.ops.shapes import Shape, nano, tiny
 
 from dsv4 import ops
+from dsv4.ops import _paged, _triton
+from dsv4.ops.shapes import Shape, nano, tiny
 
 from ..ops import contract
 from ..ops.test_indexer_logits import PAGE, RATIO, scene

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from dsv4.ops import indexer_topk_kernel
-from dsv4.ops.shapes import nano, tiny
 
 from dsv4 import ops
+from dsv4.ops import indexer_topk_kernel
+from dsv4.ops.shapes import nano, tiny
 
 from ..ops import contract
 from . import interpreter

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from dsv4.ops import _triton
-from dsv4.ops.shapes import Shape, nano, tiny
 
 from dsv4 import ops
+from dsv4.ops import _triton
+from dsv4.ops.shapes import Shape, nano, tiny
 
 from ..ops import contract
 from ..ops.test_lse_merge import random_parts

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from dsv4.ops import OpSpec, _mhc
-from dsv4.ops.shapes import Shape, flash, nano, pro, tiny
 
 from dsv4 import ops
+from dsv4.ops import OpSpec, _mhc
+from dsv4.ops.shapes import Shape, flash, nano, pro, tiny
 
 from ..ops import contract
 from . import interpreter

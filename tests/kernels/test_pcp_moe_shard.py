@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from dsv4.ops.shapes import tiny
 
 from dsv4 import ops
+from dsv4.ops.shapes import tiny
 
 from ..ops import contract
 from .against_reference import compare

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from dsv4.ops import _cases, _paged
-from dsv4.ops.shapes import nano, tiny
 
 from dsv4 import ops
+from dsv4.ops import _cases, _paged
+from dsv4.ops.shapes import nano, tiny
 
 from ..ops import contract
 from . import interpreter

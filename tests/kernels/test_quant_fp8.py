@@ -1,13 +1,12 @@
 import numpy as np
 import pytest
 import torch
+
+from dsv4 import ops
 from dsv4.ops import _formats
 from dsv4.ops.shapes import nano, tiny
 
-from dsv4 import ops
-
-from ..ops import contract
-from ..ops import number_formats as nf
+from ..ops import contract, number_formats as nf
 from . import interpreter
 from .against_reference import compare
 

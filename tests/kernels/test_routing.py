@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from dsv4.ops.shapes import nano, tiny
 
 from dsv4 import ops
+from dsv4.ops.shapes import nano, tiny
 
 from ..ops import contract
 from . import interpreter

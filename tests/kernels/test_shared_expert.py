@@ -1,12 +1,11 @@
 import numpy as np
 import pytest
 import torch
-from dsv4.ops.shapes import nano, tiny
 
 from dsv4 import ops
+from dsv4.ops.shapes import nano, tiny
 
-from ..ops import contract
-from ..ops import moe_numpy as moe
+from ..ops import contract, moe_numpy as moe
 from . import interpreter, prewarm
 from .against_reference import compare
 

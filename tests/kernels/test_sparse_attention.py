@@ -3,10 +3,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dsv4.ops import _paged, _triton
-from dsv4.ops.shapes import Shape, nano, tiny
 
 from dsv4 import ops
+from dsv4.ops import _paged, _triton
+from dsv4.ops.shapes import Shape, nano, tiny
 
 from ..ops import contract
 from ..ops.test_sparse_attention import Scene, scene

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.nn.functional import silu
+
 from dsv4.ops import _swiglu_kernel
 from dsv4.ops._formats import dequantize_fp8, quantize_fp8
-from torch.nn.functional import silu
 
 from . import interpreter
 

@@ -28,7 +28,9 @@ def listing() -> str:
 
 class TestSchemas(TestCase):
     def test_golden(self) -> None:
-        self.assertExpectedInline(listing(), """\
+        self.assertExpectedInline(
+            listing(),
+            """\
 dsv4::compressor_merge(Tensor maxima, Tensor totals, Tensor weighted, Tensor norm_weight, Tensor rope_table,
     Tensor positions, Tensor row_requests, Tensor block_tables, Tensor(a!) cache, *, int ratio, float eps,
     str quantize) -> ()
@@ -82,7 +84,8 @@ dsv4::shared_expert(Tensor x, Tensor x_scale, Tensor w13, Tensor w13_scale, Tens
     float limit, ScalarType dtype, bool deterministic) -> Tensor
 dsv4::sparse_attention(Tensor q, Tensor window_cache, Tensor entry_cache, Tensor picks, Tensor sink,
     Tensor positions, Tensor row_requests, Tensor window_tables, Tensor block_tables, Tensor(a!) out,
-    Tensor(b!) lse, *, int window, int ratio, str entries, float scale, bool deterministic) -> ()""")
+    Tensor(b!) lse, *, int window, int ratio, str entries, float scale, bool deterministic) -> ()""",
+        )
 
 
 def documented(text: str) -> dict[str, tuple[str, str]]:
