@@ -1,7 +1,7 @@
 """FP8 product with block scales; tiles and their order are those of ``_matmul_tiles``.
 
-K advances one block of 128 codes a step: an FP8 tensor-core product from zero, then one fp32 multiply-add with the
-block's two scales. Hopper's FP8 tensor cores keep about 14 bits inside a product; the sum over blocks is full fp32.
+K advances one block of 128 codes a step: a tensor-core product from zero, then one fp32 multiply-add with the block's
+two scales. Codes are decoded to bf16 in registers: the weights still cost one byte each, the products run at bf16 rate.
 """
 
 import torch
@@ -52,8 +52,10 @@ def _fp8_linear(
             weight_scale = tl.load(scale_tile + block, mask=scale_inside, other=0.0)
         else:
             weight_scale = tl.load(scale_tile + block)
-        # Hopper adds FP8 products in about 14 bits: every 32 of them are moved to an fp32 sum
-        total += tl.dot(weight, tl.trans(x), max_num_imprecise_acc=32) * (weight_scale * x_scale[None, :])
+        # Hopper's FP8 instructions add products in about 14 bits, which moves rounding decisions of the next quantiser;
+        # e4m3 is exact in bf16, whose products are added in fp32.
+        product = tl.dot(weight.to(tl.bfloat16), tl.trans(x.to(tl.bfloat16)))
+        total += product * (weight_scale * x_scale[None, :])
         weight_tile += step
         x_tile += step
     target = out_ptr + first_token * num_outs + first_out + token[:, None] * num_outs + out[None, :]
