@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsv4 import evaluate
+from dsv4.model import run_blocks
 from dsv4.runner import Sequence
 
 LOGITS_ATOL = 5e-4
@@ -107,3 +108,33 @@ def test_greedy(make_runner, golden, index):
         token = logits[-1].argmax().item()
         assert token == want
         logits, _ = runner.run([sequence.segment([token], (0,))])
+
+
+@torch.no_grad()
+def test_layer_streams_and_selection(make_runner, golden):
+    """Residual streams after layers 0, 2, 3 and 6, and what layer 2 computes on the way, on 40 recorded tokens."""
+    recorded = golden("layers_exact.safetensors")
+    runner = make_runner()
+    model, caches = runner.model, runner.caches
+    inputs = runner.inputs([Sequence().segment(recorded["p40.ids"].tolist())])
+
+    def streams_after(count: int) -> torch.Tensor:
+        streams = model.embed_tokens(inputs.token_ids)
+        args = (inputs, caches.layers, caches.load_enabled, caches.load_counts)
+        return run_blocks(model.blocks[:count], streams, *args)
+
+    for layer in (0, 2, 3, 6):
+        check_logits(streams_after(layer + 1), recorded[f"p40.layer{layer}.out_streams"], LAYERS_ATOL)
+    block, cache = model.blocks[2], caches.layers[2]
+    x, post, comb = block.attn_site.pre(streams_after(2))
+    check_logits(post, recorded["p40.layer2.attn_hc.post"], LAYERS_ATOL)
+    check_logits(comb, recorded["p40.layer2.attn_hc.comb"], LAYERS_ATOL)
+    block.attn(x, inputs, cache)
+    check_logits(cache.entries[0, :10], recorded["p40.layer2.attn.compressed_kv"], LAYERS_ATOL)
+    want = recorded["p40.layer2.attn.indexer.score"]
+    scores = block.attn.index_scores(x, inputs, cache)
+    visible = want.isfinite()
+    assert torch.equal(scores[:, :10].isfinite(), visible) and not scores[:, 10:].isfinite().any()
+    assert (scores[:, :10][visible] - want[visible]).abs().max() <= LAYERS_ATOL
+    picks = block.attn.indexer.picks(scores, inputs)
+    assert torch.equal(picks[:, :10], recorded["p40.layer2.attn.indexer.topk"]) and (picks[:, 10:] == -1).all()
