@@ -98,6 +98,8 @@ def generate(
         numerics, deterministic, compile, device, compile_cache, draft_tokens=draft_tokens, max_seq_len=max_seq_len,
         graphs=graphs,
     )  # fmt: skip
+    if stream and len(prompt) > 1:
+        raise ValueError(f"--stream must come with one prompt, whose text it prints as it grows, got {len(prompt)}")
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens)
     engine = Engine.from_checkpoint(model, settings)
     texts = [encode_messages([{"role": "user", "content": p}], thinking=False) for p in prompt] if chat else prompt
@@ -344,7 +346,8 @@ def _run(argv: list[str]) -> NoReturn:
 def main(argv: list[str] | None = None) -> NoReturn:
     """Console entry: one line for a refused input, a traceback only for our own faults."""
     handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.getLogger("dsv4").setLevel(logging.INFO)
     for output in (sys.stdout, sys.stderr):
         if isinstance(output, io.TextIOWrapper):  # text that the terminal cannot show must not end the program
             output.reconfigure(errors="backslashreplace")

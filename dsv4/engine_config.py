@@ -75,13 +75,18 @@ class EngineConfig:
             raise ValueError(f"graphs 'piecewise' must come with compile 'piecewise', got {self.compile!r}")
         if self.compile not in ("off", "piecewise", "full"):
             raise ValueError(f"compile must be 'off', 'piecewise' or 'full', got {self.compile!r}")
+        for name in ("deterministic", "prefix_reuse", "prewarm"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if isinstance(self.boundary_ops, str):
+            raise ValueError(f"boundary_ops must be a tuple of op names, got {self.boundary_ops!r}")
         if self.boundary_ops is not None and self.compile != "piecewise":
             raise ValueError(f"boundary_ops must come with compile 'piecewise', got {self.compile!r}")
         for name in ("max_seq_len", "max_requests", "token_budget", "chunk_tokens", "prewarm_workers"):
             _check_positive(name, getattr(self, name))
         if self.num_blocks is not None:
             _check_positive("num_blocks", self.num_blocks)
-        if self.draft_tokens < 0 or self.draft_tokens > 7:
+        if type(self.draft_tokens) is not int or not 0 <= self.draft_tokens <= 7:
             raise ValueError(f"draft_tokens must be in [0, 7], got {self.draft_tokens}")
         if self.token_budget < self.max_requests * (1 + self.draft_tokens):
             raise ValueError(

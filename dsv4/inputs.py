@@ -50,10 +50,6 @@ class StepInputs:
 
 torch.utils._pytree.register_dataclass(StepInputs)
 
-ROW_FIELDS = ("token_ids", "positions", "row_requests", "window_slots")
-REQUEST_FIELDS = ("query_starts", "seq_lens", "block_tables", "window_tables", "state_slots")
-UNBACKED_FIELDS = (*ROW_FIELDS, *REQUEST_FIELDS, "logit_rows")  # dimension 0 varies from step to step
-
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
@@ -143,6 +139,7 @@ def build_inputs(
                 f"request {number}: positions must lie in [0, {max_blocks * BLOCK_TOKENS}), "
                 f"got [{segment.start}, {end})"
             )
+        _check_segment(number, segment, end)
         first = len(tokens)
         tokens.extend(segment.token_ids)
         for position in range(segment.start, end):
@@ -173,6 +170,22 @@ def build_inputs(
         num_valid=tensor([total], torch.int32),
         logit_rows=tensor(logit_rows, torch.int64),
     )
+
+
+def _check_segment(number: int, segment: Segment, end: int) -> None:
+    """What would otherwise read or write another request's rows without a word."""
+    count = len(segment.token_ids)
+    for offset in segment.logit_offsets:
+        if not 0 <= offset < count:
+            raise ValueError(f"request {number}: a logit offset must be in [0, {count}), got {offset}")
+    if count and segment.state_slot < 0:
+        raise ValueError(f"request {number}: state_slot must be at least 0, got {segment.state_slot}")
+    for name, pages, size in (
+        ("blocks", segment.blocks, BLOCK_TOKENS),
+        ("window_pages", segment.window_pages, WINDOW_PAGE_TOKENS),
+    ):
+        if len(pages) * size < end:
+            raise ValueError(f"request {number}: {name} must cover {end} tokens, got {len(pages)} pages of {size}")
 
 
 def _padded(values: Sequence[int], width: int) -> list[int]:

@@ -40,6 +40,9 @@ class Runner:
 
     @classmethod
     def eager(cls, model: DeepseekV4, caches: ModelCaches, max_blocks: int) -> "Runner":
+        rows = model.blocks[0].attn.rope_table.shape[0]
+        if rows < max_blocks * BLOCK_TOKENS:
+            raise ValueError(f"the model's max_positions must be at least {max_blocks * BLOCK_TOKENS}, got {rows}")
         return cls(model, caches, max_blocks, model.forward_streams, model.forward_mtp)
 
     @property

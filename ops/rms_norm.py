@@ -3,7 +3,7 @@
 Shapes: x ``[..., hidden]`` fp32 or bf16, contiguous or not; weight ``[hidden]`` fp32 or bf16; result has x's shape
 and dtype, contiguous.
 Numerics: the mean of squares, the scaling and the multiplication by the weight are fp32; one rounding at the end.
-Errors: ``ValueError`` if the weight does not have ``hidden`` elements.
+Errors: ``ValueError`` for another dtype, or if the weight does not have ``hidden`` elements.
 Source: RMSNorm of the official inference code (Zhang and Sennrich, 2019).
 """
 
@@ -15,6 +15,8 @@ from .shapes import Shape
 
 
 def _alloc(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"rms_norm x must be float32 or bfloat16, got {x.dtype}")
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm weight must have shape {list(x.shape[-1:])}, got {list(weight.shape)}")
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -5,7 +5,7 @@ are the production configurations (hidden sizes and head counts from the publish
 small ones for tests.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,6 @@ class Shape:
     eps: float = 1e-6
     sinkhorn_iters: int = 20
     max_context: int = 1024  # tokens a block table spans in example calls
-
-    def with_context(self, max_context: int) -> "Shape":
-        return replace(self, max_context=max_context)
 
 
 BLOCK_TOKENS = 256  # tokens of one logical cache block

@@ -1,5 +1,7 @@
 """Inputs that broke other implementations: untraceable host code, ids as indices, empty steps, the wrong RoPE base."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -265,3 +267,27 @@ def test_rope_base_of_each_kind(make_runner, ratio, layer):
         torch.testing.assert_close(actual[name].double(), turned(value, at, ratio), rtol=0, atol=1e-3)
         other = turned(value, at, 4 - ratio)
         assert (actual[name] - other).abs().max() > 1, f"{name} must differ between the kinds of layers"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logit_offsets": (-1,)}, r"request 1: a logit offset must be in \[0, 2\), got -1"),
+        ({"logit_offsets": (2,)}, r"request 1: a logit offset must be in \[0, 2\), got 2"),
+        ({"state_slot": -1}, "request 1: state_slot must be at least 0, got -1"),
+        ({"blocks": ()}, "request 1: blocks must cover 2 tokens, got 0 pages of 256"),
+        ({"window_pages": ()}, "request 1: window_pages must cover 2 tokens, got 0 pages of 128"),
+    ],
+)
+def test_segments_that_would_reach_other_requests(make_runner, change, message):
+    runner = make_runner(num_requests=2, max_blocks=2)
+    good = Sequence().segment([5, 6, 7], (2,))
+    bad = replace(Sequence(2, 4, 1).segment([8, 9], (1,)), **change)
+    with pytest.raises(ValueError, match=message):
+        runner.inputs([good, bad])
+
+
+def test_rope_tables_must_cover_the_caches(make_runner):
+    runner = make_runner()
+    with pytest.raises(ValueError, match=r"max_positions must be at least 2304, got 2048"):
+        Runner.eager(runner.model, runner.caches, 9)

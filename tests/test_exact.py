@@ -7,8 +7,8 @@ from dsv4 import evaluate
 from dsv4.model import run_blocks
 from dsv4.runner import Sequence
 
-LOGITS_ATOL = 5e-4
-LAYERS_ATOL = 2e-4
+LOGITS_ATOL = 1e-4  # measured 1.5e-5; two public implementations agree to 2e-5
+LAYERS_ATOL = 1e-4
 
 
 def check_logits(got: torch.Tensor, want: torch.Tensor, atol: float = LOGITS_ATOL) -> None:
