@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every GPU check in at most 8 minutes: ops in parallel processes (one fault must not hide the others), then the model.
-# Usage: tools/gpu_check.sh OUT_DIR [COMMIT]  (COMMIT: what is checked out, where the tree has no git history)
+# Usage: tools/gpu_check.sh OUT_DIR [COMMIT]  (COMMIT: what `git describe --always --dirty --abbrev=40` says of the tree)
 set -u
 cd "$(dirname "$0")/.."
 out=$1

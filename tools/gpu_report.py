@@ -13,8 +13,9 @@ def git(*arguments: str) -> str:
 
 def main() -> None:
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
-    named = sys.argv[3] if len(sys.argv) > 3 else ""
-    report: dict = {"commit": named or git("rev-parse", "HEAD"), "clean_tree": bool(named) or not git("status", "-s")}
+    # `git describe --always --dirty --abbrev=40`, run where the history is: the GPU machine may have none
+    described = (sys.argv[3] if len(sys.argv) > 3 else "") or git("describe", "--always", "--dirty", "--abbrev=40")
+    report: dict = {"commit": described.removesuffix("-dirty"), "clean_tree": not described.endswith("-dirty")}
     for name in ("model", "engine", "stress", "prewarm_cold", "prewarm_warm"):
         path = folder / f"{name}.json"
         report[name] = json.loads(path.read_text()) if path.is_file() and path.stat().st_size else None
