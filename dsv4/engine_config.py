@@ -10,7 +10,8 @@ from .ops.shapes import BLOCK_TOKENS
 
 CompileMode = Literal["off", "piecewise", "full"]
 GraphMode = Literal["off", "piecewise", "full", "auto"]
-MhcBackend = Literal["triton"]
+MhcBackend = Literal["triton", "tilelang"]
+GemmBackend = Literal["triton", "deep_gemm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,8 @@ class EngineConfig:
             choice on the CPU.
         prewarm: compile and load every kernel before anything is captured or served (CUDA only).
         prewarm_workers: threads that compile kernels.
-        mhc_backend: kernels of the hyper-connection ops.
+        mhc_backend: kernels of the hyper-connection ops; one choice per process (CUDA only).
+        gemm_backend: kernels of FP8 matrix products and of FP8 indexer scores; one choice per process (CUDA only).
         boundary_ops: qualified op names at which ``piecewise`` cuts; ``None`` means the default set (attention).
         compile_cache: directory of compiled pieces kept across processes; ``None`` disables it.
         cache_storage: cache row format; ``None`` means fp32 for fp32 activations, bf16 otherwise.
@@ -49,6 +51,7 @@ class EngineConfig:
     prewarm: bool = True
     prewarm_workers: int = 8
     mhc_backend: MhcBackend = "triton"
+    gemm_backend: GemmBackend = "triton"
     boundary_ops: tuple[str, ...] | None = None
     compile_cache: str | None = None
     cache_storage: CacheStorage | None = None
@@ -66,7 +69,11 @@ class EngineConfig:
             raise NotImplementedError(f"device must be cpu or cuda, got {self.device}: there are no kernels for it")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise NotImplementedError(f"device must be one that torch can use, got {self.device} without a usable GPU")
-        for name, choices in (("graphs", GraphMode), ("mhc_backend", MhcBackend)):
+        for name, choices in (
+            ("graphs", GraphMode),
+            ("mhc_backend", MhcBackend),
+            ("gemm_backend", GemmBackend),
+        ):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} must be one of {list(get_args(choices))}, got {getattr(self, name)!r}")
         if self.graphs != "off" and device.type != "cuda":

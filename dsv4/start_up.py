@@ -24,7 +24,7 @@ from .graphs.jit_monitor import JitMonitor
 from .graphs.prewarm import PrewarmReport, prewarm
 from .graphs.static_inputs import Extent, StaticInputs
 from .inputs import StepInputs
-from .ops import PrewarmCase, _runtime
+from .ops import PrewarmCase, _backends, _runtime
 from .ops._jit_libraries import jit_libraries
 from .prewarm_progress import prewarm_progress
 from .runner import Runner, Sequence as PlacedSequence
@@ -88,6 +88,7 @@ def start_up(runner: Runner, settings: EngineConfig) -> StartUp:
     """Run the stages for ``runner`` and install the step functions that they made."""
     started = StartUp()
     device = torch.device(settings.device)
+    choose_backends(settings)
     if device.type == "cuda" and settings.prewarm:
         with _timed(started, "prewarm"):
             started.prewarm = warm_kernels(runner.model.config, settings)
@@ -111,6 +112,13 @@ class _timed:
         self.started.seconds[self.stage] = time.perf_counter() - self.began
 
 
+def choose_backends(settings: EngineConfig) -> None:
+    """Settle which kernels serve this process; see ``dsv4.ops._backends``. On the CPU references serve all ops."""
+    if torch.device(settings.device).type == "cuda":
+        _backends.choose("mhc", settings.mhc_backend)
+        _backends.choose("gemm", settings.gemm_backend)
+
+
 # ---- prewarm ---------------------------------------------------------------------------------------------------------
 
 
@@ -128,6 +136,7 @@ def prewarm_cases(config: ModelConfig, device: torch.device, max_tokens: int) ->
 def warm_kernels(config: ModelConfig, settings: EngineConfig, *, count: bool = False) -> PrewarmReport:
     """Compile and load every kernel of the model; see ``dsv4.graphs.prewarm``. ``count`` adds the monitor's counts."""
     device = torch.device(settings.device)
+    choose_backends(settings)
 
     def run(case: PrewarmCase) -> None:
         args, kwargs = case.arguments()
@@ -138,6 +147,7 @@ def warm_kernels(config: ModelConfig, settings: EngineConfig, *, count: bool = F
         "numerics": settings.numerics,
         "token_budget": settings.token_budget,
         "mhc_backend": settings.mhc_backend,
+        "gemm_backend": settings.gemm_backend,
     }
     with prewarm_progress() as progress:
         return prewarm(

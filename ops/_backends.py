@@ -1,0 +1,63 @@
+"""Which kernels serve an op that has several: chosen once per process, so that a dispatch stays a pure function.
+
+Two engines of one process share the kernels, the warm keys and the captured graphs' binaries. A choice can therefore
+be repeated but not changed; the one exception is a block of :func:`using`, for tests and comparisons.
+"""
+
+import importlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+Kind = Literal["mhc", "gemm"]
+CHOICES: dict[Kind, tuple[str, ...]] = {"mhc": ("triton", "tilelang"), "gemm": ("triton", "deep_gemm")}
+REMEDIES = {"tilelang": "pip install 'dsv4[tilelang]'", "deep_gemm": "pip install 'dsv4[deep_gemm]'"}
+
+_lock = threading.Lock()
+_chosen: dict[Kind, str] = {}
+
+
+def backend(kind: Kind) -> str:
+    """The library whose kernels serve ``kind``; the first of :data:`CHOICES` until one is chosen."""
+    return _chosen.get(kind, CHOICES[kind][0])
+
+
+def choose(kind: Kind, name: str) -> None:
+    """Let ``name`` serve ``kind`` from now on.
+
+    Raises:
+        ValueError: no such choice, or this process has already chosen another.
+        NotImplementedError: the library cannot be imported.
+    """
+    _check(kind, name)
+    with _lock:
+        if _chosen.setdefault(kind, name) != name:
+            raise ValueError(f"{kind} kernels must stay {_chosen[kind]!r} in this process, got {name!r}")
+
+
+@contextmanager
+def using(kind: Kind, name: str) -> Iterator[None]:
+    """Let ``name`` serve ``kind`` inside the block."""
+    _check(kind, name)
+    before = _chosen.get(kind)
+    _chosen[kind] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del _chosen[kind]
+        else:
+            _chosen[kind] = before
+
+
+def _check(kind: Kind, name: str) -> None:
+    if name not in CHOICES[kind]:
+        raise ValueError(f"{kind} kernels must be one of {list(CHOICES[kind])}, got {name!r}")
+    if name == "triton":
+        return
+    try:
+        importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        remedy = REMEDIES[name]
+        raise NotImplementedError(f"{kind} kernels of {name} need the library ({remedy}), got: {error}") from error
