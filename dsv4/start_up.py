@@ -1,7 +1,7 @@
 """Start-up of a loaded model: prewarm kernels, compile pieces, capture graphs, in this order.
 
-This module and ``inspection.py`` are the only ones of ``dsv4`` that import the compile and graphs packages; everything
-else runs eagerly, traced or captured alike. On the CPU only the compile stage has work to do.
+This module, ``prewarming.py`` and ``inspection.py`` are the only ones of ``dsv4`` that import the compile and graphs
+packages; everything else runs eagerly, traced or captured alike. On the CPU only the compile stage has work to do.
 """
 
 import hashlib
@@ -15,18 +15,14 @@ import torch
 from . import ops
 from .caches import ModelCaches
 from .compile import CompiledModel, CompileReport, compile_model, mark_unbacked_sizes
-from .config import ModelConfig, default_compile_cache, prewarm_enabled
 from .engine_config import EngineConfig
 from .graphs.buckets import Ladder
 from .graphs.capture import CapturedStep, CaptureReport
 from .graphs.device_graphs import CudaGraphs
-from .graphs.jit_monitor import JitMonitor
-from .graphs.prewarm import PrewarmReport, prewarm
+from .graphs.prewarm import PrewarmReport
 from .graphs.static_inputs import Extent, StaticInputs
 from .inputs import StepInputs
-from .ops import PrewarmCase, _backends, _runtime
-from .ops._jit_libraries import jit_libraries
-from .prewarm_progress import prewarm_progress
+from .prewarming import choose_backends, warm_kernels
 from .runner import Runner, Sequence as PlacedSequence
 
 logger = logging.getLogger(__name__)
@@ -110,59 +106,6 @@ class _timed:
 
     def __exit__(self, *_: object) -> None:
         self.started.seconds[self.stage] = time.perf_counter() - self.began
-
-
-def choose_backends(settings: EngineConfig) -> None:
-    """Settle which kernels serve this process; see ``dsv4.ops._backends``. On the CPU references serve all ops."""
-    if torch.device(settings.device).type == "cuda":
-        _backends.choose("mhc", settings.mhc_backend)
-        _backends.choose("gemm", settings.gemm_backend)
-
-
-# ---- prewarm ---------------------------------------------------------------------------------------------------------
-
-
-def prewarm_cases(config: ModelConfig, device: torch.device, max_tokens: int) -> list[PrewarmCase]:
-    """Every specialisation that a step of up to ``max_tokens`` rows can need, MTP block included."""
-    shape = config.shape()
-    return [
-        case
-        for spec in ops.specs().values()
-        if spec.role == "model"
-        for case in spec.prewarm_cases(shape, device, max_tokens)
-    ]
-
-
-def warm_kernels(config: ModelConfig, settings: EngineConfig, *, count: bool = False) -> PrewarmReport:
-    """Compile and load every kernel of the model; see ``dsv4.graphs.prewarm``. ``count`` adds the monitor's counts."""
-    device = torch.device(settings.device)
-    choose_backends(settings)
-
-    def run(case: PrewarmCase) -> None:
-        args, kwargs = case.arguments()
-        ops.spec(case.op).overload(*args, **kwargs)
-
-    decision = {
-        "config": config.to_dict(),
-        "numerics": settings.numerics,
-        "token_budget": settings.token_budget,
-        "mhc_backend": settings.mhc_backend,
-        "gemm_backend": settings.gemm_backend,
-    }
-    with prewarm_progress() as progress:
-        return prewarm(
-            prewarm_cases(config, device, settings.token_budget),
-            run=run,
-            is_warm=_runtime.is_warm,
-            mark_warm=_runtime.mark_warm,
-            lock_dir=default_compile_cache().parent / "locks",
-            settings=decision,
-            device=device,
-            workers=settings.prewarm_workers,
-            progress=progress,
-            monitor=JitMonitor(libraries=jit_libraries()) if count else None,
-            enabled=prewarm_enabled(),
-        )
 
 
 # ---- compile ---------------------------------------------------------------------------------------------------------
