@@ -139,6 +139,8 @@ def _cuda_entry(name: str, reference: Callable[..., Any], cuda: Callable[..., An
     def entry(*args: Any, **kwargs: Any) -> Any:
         if _runtime.references_in_use():
             return reference(*args, **kwargs)
+        if _runtime.first_uses:  # a model was built and not prewarmed
+            _runtime.run_first_uses(name)
         if cuda is None:
             raise _no_kernel(name, "cuda")
         return cuda(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""State of this process that ops and start-up share: process groups by name, and the keys of warm specialisations.
+"""State of this process that ops and start-up share: groups by name, keys of warm specialisations, first-use callbacks.
 
 No Python object crosses an op boundary, so a communication op names its group by a string. The empty string is this
 rank alone: it always exists, has one rank and cannot be registered. Any other name must be registered first; an
@@ -8,11 +8,15 @@ The warm-key set holds the :class:`~dsv4.ops.PrewarmCase` keys whose kernels are
 launch under a cold key compiles, which takes seconds; while a stream is being captured that is an error, because the
 driver would allow it and stall silently.
 
+A first-use callback warms a model that nobody prewarmed: the first call of any op on CUDA runs every armed callback,
+once. It is the second trigger, for entry points that bypass loading, and serves one rank only: ranks that warm
+whenever they happen to call an op first are what a prewarm has to prevent.
+
 Every function may be called from any thread.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -32,6 +36,10 @@ _lock = threading.Lock()
 _groups: dict[str, Group] = {}
 _warm: set[Key] = set()
 _references = False
+_first_use_lock = threading.RLock()
+_thread = threading.local()
+first_uses: dict[Hashable, Callable[[], object]] = {}
+"""Armed callbacks, which ops look at before every CUDA call; see :func:`arm_first_use` and :func:`disarm_first_use`."""
 
 
 class ColdKernelError(RuntimeError):
@@ -119,3 +127,62 @@ def use_references(enabled: bool = True) -> Iterator[None]:
 
 def references_in_use() -> bool:
     return _references
+
+
+# ---- first use -------------------------------------------------------------------------------------------------------
+
+
+def arm_first_use(name: Hashable, callback: Callable[[], object]) -> None:
+    """Let the first CUDA call of an op run ``callback``; of several under one name the first stays."""
+    with _first_use_lock:
+        first_uses.setdefault(name, callback)
+
+
+def disarm_first_use(name: Hashable) -> None:
+    """Forget the callback of ``name``; nothing happens if there is none."""
+    with _first_use_lock:
+        first_uses.pop(name, None)
+
+
+@contextmanager
+def no_first_use() -> Iterator[None]:
+    """Ops that this thread calls inside the block run no callback: they are the prewarm itself."""
+    before = getattr(_thread, "quiet", False)
+    _thread.quiet = True
+    try:
+        yield
+    finally:
+        _thread.quiet = before
+
+
+def run_first_uses(op: str) -> None:
+    """Run the armed callbacks before a CUDA call of ``op``, with other threads' first calls waiting.
+
+    Nothing happens in a prewarm, under a tracer, and while a stream is being captured, where :func:`require_warm`
+    guards. A callback that raises stays armed.
+
+    Raises:
+        RuntimeError: there are several ranks.
+    """
+    if getattr(_thread, "quiet", False) or torch.compiler.is_compiling():
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    with _first_use_lock, no_first_use():
+        if first_uses and (size := _num_ranks()) > 1:
+            raise RuntimeError(
+                f"kernels must be warm on every rank before the first op, got a first call of dsv4::{op} in a process "
+                f"of {size} ranks: call dsv4.prewarm(model) on every rank"
+            )
+        while first_uses:
+            name = next(iter(first_uses))
+            first_uses[name]()
+            first_uses.pop(name, None)
+
+
+def _num_ranks() -> int:
+    """Ranks that this process works with: of the default process group, or of the largest registered group."""
+    distributed = torch.distributed
+    world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    with _lock:
+        return max([world, *(group.size() for group in _groups.values())])
