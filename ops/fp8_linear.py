@@ -95,13 +95,13 @@ def cuda(
     dtype: torch.dtype,
     deterministic: bool,
 ) -> torch.Tensor:
-    """One kernel whose rows never depend on each other: ``deterministic`` changes nothing."""
+    """Rows never depend on each other; with ``deterministic`` every number of rows also sums in one order."""
     from . import fp8_linear_kernel
 
     out = _alloc(x, x_scale, weight, weight_scale, dtype)
     if x_scale.shape[0] != x.shape[0]:
         raise ValueError(f"fp8_linear x_scale must have {x.shape[0]} rows, got {x_scale.shape[0]}")
-    fp8_linear_kernel.run(x, x_scale, weight, weight_scale, out)
+    fp8_linear_kernel.run(x, x_scale, weight, weight_scale, out, deterministic=deterministic)
     return out
 
 
@@ -112,16 +112,18 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
     widths = (shape.hidden, shape.q_lora_rank, shape.o_groups * shape.o_lora_rank)
     outs = {_matmul_tiles.width_unit(n, 16) for n in (shape.hidden, shape.q_lora_rank, shape.head_dim)}
     cases = {}
-    for count, width, rows in itertools.product(_matmul_tiles.sample_counts(max_tokens), widths, sorted(outs)):
+    counts = _matmul_tiles.sample_counts(max_tokens)
+    for count, width, rows, deterministic in itertools.product(counts, widths, sorted(outs), (False, True)):
+        keywords = {"dtype": torch.bfloat16, "deterministic": deterministic}
 
-        def arguments(count: int = count, width: int = width, rows: int = rows) -> Arguments:
+        def arguments(count: int = count, width: int = width, rows: int = rows, keywords=keywords) -> Arguments:
             blocks = -(-width // _BLOCK)
             x, weight = (torch.zeros(n, width, device=device).to(torch.float8_e4m3fn) for n in (count, rows))
             x_scale, weight_scale = (torch.ones(n, blocks, device=device) for n in (count, 1))
-            return (x, x_scale, weight, weight_scale), {"dtype": torch.bfloat16, "deterministic": True}
+            return (x, x_scale, weight, weight_scale), keywords
 
         x, weight = (torch.empty(n, width, dtype=torch.float8_e4m3fn, device="meta") for n in (count, rows))
-        key = fp8_linear_kernel.key(x, weight, torch.bfloat16)
+        key = fp8_linear_kernel.key(x, weight, torch.bfloat16, deterministic=deterministic)
         cases.setdefault(key, PrewarmCase(op="fp8_linear", key=key, arguments=arguments))
     return tuple(cases.values())
 

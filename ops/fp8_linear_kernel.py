@@ -1,4 +1,4 @@
-"""FP8 product with block scales; tiles and their order are those of ``_matmul_tiles``.
+"""FP8 product with block scales; tiles and their order are those of ``_matmul_tiles``, or of ``_few_rows_kernel``.
 
 K advances one block of 128 codes a step: a tensor-core product from zero, then one fp32 multiply-add with the block's
 two scales. Codes are decoded to bf16 in registers: the weights still cost one byte each, the products run at bf16 rate.
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _matmul_tiles as tiles
+from . import _few_rows_kernel as few_rows, _matmul_tiles as tiles
 from ._triton import launch
 
 
@@ -74,8 +74,12 @@ def _key(dtype: torch.dtype, options: dict[str, int]) -> tuple[str | int, ...]:
     return ("fp8_linear", *picked, str(dtype).removeprefix("torch."))
 
 
-def key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, half: int = 0) -> tuple[str | int, ...]:
+def key(
+    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, half: int = 0, *, deterministic: bool
+) -> tuple[str | int, ...]:
     """What the launch for these tensors, this result dtype and ``half`` (see :func:`run`) is specialised on."""
+    if few_rows.serves(x, weight, deterministic=deterministic):
+        return few_rows.key(x, dtype, half)
     return _key(dtype, _options(x, weight, half))
 
 
@@ -86,6 +90,8 @@ def run(
     weight_scale: torch.Tensor,
     out: torch.Tensor,
     half: int = 0,
+    *,
+    deterministic: bool,
 ) -> None:
     """``out [T, N] = (x * x_scale) [T, K] @ (weight * weight_scale)[N, K].T``, rounded once; ``out`` contiguous.
 
@@ -95,6 +101,8 @@ def run(
         half: 0 if row n of the weight is in row block ``n // 128``; otherwise the number of rows of the first of two
             stacked matrices, whose blocks start anew in the second.
     """
+    if few_rows.serves(x, weight, deterministic=deterministic):
+        return few_rows.run_fp8(x, x_scale, weight, weight_scale, out, half)
     num_tokens, width = x.shape
     options = _options(x, weight, half)
     grid = triton.cdiv(num_tokens, options["tokens"]) * triton.cdiv(weight.shape[0], options["outs"])

@@ -46,16 +46,16 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
 
 
 def cuda(x: torch.Tensor, weight: torch.Tensor, *, dtype: torch.dtype, deterministic: bool) -> torch.Tensor:
-    """One kernel whose rows never depend on each other: ``deterministic`` changes nothing."""
+    """Rows never depend on each other; with ``deterministic`` every number of rows also sums in one order."""
     from . import linear_kernel
 
     out = _alloc(x, weight, dtype)
-    linear_kernel.run(x, weight, out)
+    linear_kernel.run(x, weight, out, deterministic=deterministic)
     return out
 
 
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
-    """Per token tile: fp32 weights with an fp32 result (router, compressor, head), bf16 weights with a bf16 result.
+    """Per token tile, bf16 weights: an fp32 result (router, compressor, head) or a bf16 one.
 
     Sizes only matter by what divides them, so a case's weight has the fewest rows of its kind.
     """
@@ -67,19 +67,17 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
         torch.bfloat16: ((shape.hidden, *latent), (shape.hidden, shape.index_heads, shape.q_lora_rank)),
     }
     cases = {}
-    for count in _matmul_tiles.sample_counts(max_tokens):
+    for count, deterministic in itertools.product(_matmul_tiles.sample_counts(max_tokens), (False, True)):
         for dtype, (widths, outs) in kinds.items():
             for width, rows in itertools.product(widths, [_matmul_tiles.width_unit(n, 16) for n in outs]):
+                keywords = {"dtype": dtype, "deterministic": deterministic}
 
-                def arguments(
-                    count: int = count, width: int = width, rows: int = rows, dtype: torch.dtype = dtype
-                ) -> Arguments:
-                    x = torch.ones(count, width, dtype=torch.bfloat16, device=device)
-                    weight = torch.ones(rows, width, dtype=dtype, device=device)
-                    return (x, weight), {"dtype": dtype, "deterministic": True}
+                def arguments(count: int = count, width: int = width, rows: int = rows, keywords=keywords) -> Arguments:
+                    x, weight = (torch.ones(n, width, dtype=torch.bfloat16, device=device) for n in (count, rows))
+                    return (x, weight), keywords
 
-                x = torch.empty(count, width, dtype=torch.bfloat16, device="meta")
-                key = linear_kernel.key(x, torch.empty(rows, width, dtype=dtype, device="meta"), dtype)
+                x, weight = (torch.empty(n, width, dtype=torch.bfloat16, device="meta") for n in (count, rows))
+                key = linear_kernel.key(x, weight, dtype, deterministic=deterministic)
                 cases.setdefault(key, PrewarmCase(op="linear", key=key, arguments=arguments))
     return tuple(cases.values())
 

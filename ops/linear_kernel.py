@@ -1,10 +1,10 @@
-"""Dense product ``x @ weight.T``; tiles, their order and the arithmetic are those of ``_matmul_tiles``."""
+"""Dense product ``x @ weight.T``: tiles, their order and arithmetic are those of ``_matmul_tiles``, or ``_few_rows_kernel``."""
 
 import torch
 import triton
 import triton.language as tl
 
-from . import _matmul_tiles as tiles
+from . import _few_rows_kernel as few_rows, _matmul_tiles as tiles
 from ._triton import dtype_key, launch
 
 
@@ -51,13 +51,17 @@ def _key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, options: dic
     return ("linear", *picked, *dtype_key(x, weight), str(dtype).removeprefix("torch."))
 
 
-def key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> tuple[str | int, ...]:
+def key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, *, deterministic: bool) -> tuple[str | int, ...]:
     """What the launch for these tensors and this result dtype is specialised on."""
+    if few_rows.serves(x, weight, deterministic=deterministic):
+        return few_rows.key(x, dtype)
     return _key(x, weight, dtype, _options(x, weight))
 
 
-def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, deterministic: bool) -> None:
     """``out [T, N] = x [T, K] @ weight[N, K].T`` with fp32 accumulation, rounded once; ``out`` contiguous."""
+    if few_rows.serves(x, weight, deterministic=deterministic):
+        return few_rows.run(x, weight, out)
     num_tokens, width = x.shape
     options = _options(x, weight)
     grid = triton.cdiv(num_tokens, options["tokens"]) * triton.cdiv(weight.shape[0], options["outs"])

@@ -10,6 +10,8 @@ Errors: ``ValueError`` for dtypes or static shapes that do not agree.
 Source: Expert of the official inference code, current revision (the first one had no clamp here).
 """
 
+import itertools
+
 import torch
 
 from . import _experts
@@ -118,7 +120,7 @@ def cuda(
     dtype: torch.dtype,
     deterministic: bool,
 ) -> torch.Tensor:
-    """FP8 and dense weights: kernels whose rows never depend on each other, so ``deterministic`` changes nothing.
+    """FP8 and dense weights: products whose rows never depend on each other, see ``fp8_linear`` and ``linear``.
 
     FP4 weights, which no published checkpoint has here, run as a routed expert of weight 1.
     """
@@ -134,7 +136,7 @@ def cuda(
         return out.copy_(expert_ffn(x, x_scale, ids, weights, *stacked, limit=limit, deterministic=deterministic))
     from . import shared_expert_kernel
 
-    shared_expert_kernel.run(x, x_scale, w13, w13_scale, w2, w2_scale, out, limit)
+    shared_expert_kernel.run(x, x_scale, w13, w13_scale, w2, w2_scale, out, limit, deterministic=deterministic)
     return out
 
 
@@ -157,16 +159,16 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
         return x, scales[0], w13, scales[1], w2, scales[2]
 
     cases = {}
-    for count in _matmul_tiles.sample_counts(max_tokens):
-        for kind in (_experts.FP8, torch.bfloat16):
+    counts = _matmul_tiles.sample_counts(max_tokens)
+    for count, kind, deterministic in itertools.product(counts, (_experts.FP8, torch.bfloat16), (False, True)):
+        keywords = {"limit": shape.swiglu_limit, "dtype": torch.bfloat16, "deterministic": deterministic}
 
-            def arguments(count: int = count, kind: torch.dtype = kind) -> Arguments:
-                keywords = {"limit": shape.swiglu_limit, "dtype": torch.bfloat16, "deterministic": True}
-                return tensors(count, kind, device), keywords
+        def arguments(count: int = count, kind: torch.dtype = kind, keywords=keywords) -> Arguments:
+            return tensors(count, kind, device), keywords
 
-            x, _, w13, _, w2, _ = tensors(count, kind, "meta")
-            for key in shared_expert_kernel.keys(x, w13, w2):
-                cases.setdefault(key, PrewarmCase(op="shared_expert", key=key, arguments=arguments))
+        x, _, w13, _, w2, _ = tensors(count, kind, "meta")
+        for key in shared_expert_kernel.keys(x, w13, w2, deterministic=deterministic):
+            cases.setdefault(key, PrewarmCase(op="shared_expert", key=key, arguments=arguments))
     return tuple(cases.values())
 
 

@@ -27,14 +27,17 @@ def _middle(x: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return gate_up, hidden, scale
 
 
-def keys(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> tuple[Key, ...]:
+def keys(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, *, deterministic: bool) -> tuple[Key, ...]:
     """What the three launches for these tensors are specialised on; they may be meta tensors."""
     gate_up, hidden, _ = _middle(x, w2)
     middle = _swiglu_kernel.key(gate_up, hidden, x.new_empty(0))
     if w2.dtype == FP8:
-        first = fp8_linear_kernel.key(x, w13, gate_up.dtype, w2.shape[1])
-        return first, middle, fp8_linear_kernel.key(hidden, w2, gate_up.dtype)
-    return linear_kernel.key(x, w13, gate_up.dtype), middle, linear_kernel.key(hidden, w2, gate_up.dtype)
+        first = fp8_linear_kernel.key(x, w13, gate_up.dtype, w2.shape[1], deterministic=deterministic)
+        return first, middle, fp8_linear_kernel.key(hidden, w2, gate_up.dtype, deterministic=deterministic)
+    first, second = (
+        linear_kernel.key(a, w, gate_up.dtype, deterministic=deterministic) for a, w in ((x, w13), (hidden, w2))
+    )
+    return first, middle, second
 
 
 def run(
@@ -46,18 +49,20 @@ def run(
     w2_scale: torch.Tensor,
     out: torch.Tensor,
     limit: float,
+    *,
+    deterministic: bool,
 ) -> None:
     """Apply the FP8 or dense expert to every row of ``x [T, D]``; ``out [T, D]`` fp32 or bf16."""
     gate_up, hidden, scale = _middle(x, w2)
     unweighted = torch.empty(0, dtype=torch.float32, device=x.device)
     result = out if out.dtype == gate_up.dtype else torch.empty(out.shape, dtype=gate_up.dtype, device=out.device)
     if w2.dtype == FP8:
-        fp8_linear_kernel.run(x, x_scale, w13, w13_scale, gate_up, half=w2.shape[1])
+        fp8_linear_kernel.run(x, x_scale, w13, w13_scale, gate_up, half=w2.shape[1], deterministic=deterministic)
         _swiglu_kernel.run(gate_up, hidden, scale, limit, unweighted)
-        fp8_linear_kernel.run(hidden, scale, w2, w2_scale, result)
+        fp8_linear_kernel.run(hidden, scale, w2, w2_scale, result, deterministic=deterministic)
     else:
-        linear_kernel.run(x, w13, gate_up)
+        linear_kernel.run(x, w13, gate_up, deterministic=deterministic)
         _swiglu_kernel.run(gate_up, hidden, scale, limit, unweighted)
-        linear_kernel.run(hidden, w2, result)
+        linear_kernel.run(hidden, w2, result, deterministic=deterministic)
     if result is not out:
         out.copy_(result)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dsv4 import ops
-from dsv4.ops import _formats, fp8_linear_kernel
+from dsv4.ops import _formats, _triton, fp8_linear_kernel
 from dsv4.ops.shapes import nano, tiny
 
 from ..ops import contract
@@ -37,15 +37,28 @@ def test_odd_sizes(num_tokens, width, num_outs, dtype):
     compare(SPEC, make(num_tokens, width, num_outs), {"dtype": dtype, "deterministic": False}, **TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("num_tokens", [3, 40])
 @pytest.mark.parametrize("half", [40, 128, 200])
-def test_stacked_halves_have_their_own_blocks(half, num_tokens):
+def test_stacked_halves_have_their_own_blocks(half, num_tokens, deterministic):
     x, x_scale, weight, scale = make(num_tokens, 256, 2 * half, 2 * -(-half // 128))
     out = torch.full((num_tokens, 2 * half), float("nan"))
-    fp8_linear_kernel.run(x, x_scale, weight, scale, out, half)
+    fp8_linear_kernel.run(x, x_scale, weight, scale, out, half, deterministic=deterministic)
     parts = zip(weight.chunk(2), scale.chunk(2), strict=True)
     weights = torch.cat([_formats.dequantize_fp8_weight(*part) for part in parts])
     torch.testing.assert_close(out, _formats.dequantize_fp8(x, x_scale) @ weights.t(), **TOLERANCE[FP32])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, 15, 16])
+@pytest.mark.parametrize("width, num_outs", [(512, 64), (1024, 40), (640, 16), (100, 3), (1536, 129)])
+def test_few_rows(num_tokens, width, num_outs):
+    """Widths with and without a rest of four blocks of 128, scales that are no powers of two, ends within a tile."""
+    args = make(num_tokens, width, num_outs)
+    with _triton.recording() as calls:
+        SPEC.cuda(*args, dtype=BF16, deterministic=False)
+    assert [call.key[0] for call in calls] == ["few_rows_fp8"]
+    for dtype in (FP32, BF16):
+        compare(SPEC, args, {"dtype": dtype, "deterministic": False}, **TOLERANCE[dtype])
 
 
 def test_row_alone_equals_row_in_batch():
@@ -78,6 +91,7 @@ def test_prewarm_covers_every_step(shape):
     keys = prewarm.enumerated(SPEC, shape, 300)
     for count in (1, 16, 17, 64, 256, 257, 300):
         for width in (shape.hidden, shape.q_lora_rank, shape.o_groups * shape.o_lora_rank):
-            keywords = {"dtype": BF16, "deterministic": True}
-            assert prewarm.launched(SPEC, make(count, width, shape.hidden), keywords) <= keys
+            for deterministic in (False, True):
+                keywords = {"dtype": BF16, "deterministic": deterministic}
+                assert prewarm.launched(SPEC, make(count, width, shape.hidden), keywords) <= keys
     assert prewarm.enumerated(SPEC, shape, 16) < keys

@@ -1,7 +1,10 @@
+import itertools
+
 import pytest
 import torch
 
 from dsv4 import ops
+from dsv4.ops import _triton
 from dsv4.ops.shapes import nano, tiny
 
 from ..ops import contract
@@ -35,6 +38,18 @@ def test_matches_reference(shape, num_tokens, dtype):
 def test_dtypes_and_odd_sizes(num_tokens, width, num_outs, x_dtype, weight_dtype, result):
     args = make(num_tokens, width, num_outs, x_dtype, weight_dtype)
     compare(SPEC, args, {"dtype": result, "deterministic": False}, **TOLERANCE[result])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, 15, 16])
+@pytest.mark.parametrize("width, num_outs", [(256, 64), (512, 40), (320, 16), (100, 3), (768, 129)])
+def test_few_rows(num_tokens, width, num_outs):
+    """Widths with and without a rest of a step of 256, and ends within a tile."""
+    args = make(num_tokens, width, num_outs, BF16, BF16)
+    with _triton.recording() as calls:
+        SPEC.cuda(*args, dtype=BF16, deterministic=False)
+    assert [call.key[0] for call in calls] == ["few_rows"]
+    for dtype in (FP32, BF16):
+        compare(SPEC, args, {"dtype": dtype, "deterministic": False}, **TOLERANCE[dtype])
 
 
 def test_fp32_weights_keep_their_24_bits():
@@ -72,8 +87,8 @@ def test_non_contiguous():
 def test_prewarm_covers_every_step(shape):
     keys = prewarm.enumerated(SPEC, shape, 300)
     for count in (1, 16, 17, 64, 256, 257, 300):
-        for kind in (FP32, BF16):
+        for kind, deterministic in itertools.product((FP32, BF16), (False, True)):
             for num_outs in (shape.num_experts, shape.vocab) if kind == FP32 else (shape.index_heads, shape.hidden):
-                args = make(count, shape.hidden, num_outs, BF16, kind)
-                assert prewarm.launched(SPEC, args, {"dtype": kind, "deterministic": True}) <= keys
+                args = make(count, shape.hidden, num_outs, BF16, BF16)
+                assert prewarm.launched(SPEC, args, {"dtype": kind, "deterministic": deterministic}) <= keys
     assert prewarm.enumerated(SPEC, shape, 16) < keys
