@@ -3,7 +3,9 @@
 A :class:`CapturedStep` is one step function of a model with its static inputs, its bucket ladder and its memory pool.
 :meth:`CapturedStep.capture` runs once at start-up, in this order: the caller's prewarm, one eager warm-up run of every
 bucket on the stream of capture, then the capture of every bucket, largest first, with Python's garbage collector off.
-All of it runs on pad rows, so caches keep their content.
+All of it runs on pad rows, so caches keep their content. A caller that sizes caches by what capture leaves free does
+the first two by :meth:`CapturedStep.warm_up`, then measures with :meth:`CapturedStep.trial`, then allocates, then
+captures.
 
 A step then copies its inputs into the static buffers, pads them to the smallest bucket that holds it, replays and
 slices the outputs. A step beyond the largest bucket runs eagerly, unpadded; :attr:`CapturedStep.last_path` and
@@ -17,7 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -54,7 +56,9 @@ class CaptureReport:
     Attributes:
         buckets: in order of capture; ``mib`` is what each added to the pool.
         problems: why pieces cannot be part of a graph; with mode ``auto`` these make the capture piecewise.
+        warm_up_seconds: of the warm-up, which may have come long before the capture.
         static_mib: static input buffers.
+        device_mib: what capture took of the device: the pool, and what the driver keeps for each graph.
     """
 
     buckets: tuple[BucketStats, ...]
@@ -63,6 +67,7 @@ class CaptureReport:
     warm_up_seconds: float
     capture_seconds: float
     static_mib: float
+    device_mib: float
 
     @property
     def graphs(self) -> int:
@@ -71,6 +76,21 @@ class CaptureReport:
     @property
     def mib(self) -> float:
         return sum(b.mib for b in self.buckets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialReport:
+    """What the capture of the largest bucket alone took of the device: pool bytes, and bytes of the driver."""
+
+    bucket: Bucket
+    graphs: int
+    pool_bytes: int
+    driver_bytes: int
+    seconds: float
+
+    def expected_bytes(self, num_buckets: int) -> int:
+        """Of a whole ladder: smaller buckets fit into the pool's memory, but the driver keeps data of every graph."""
+        return self.pool_bytes + self.driver_bytes * num_buckets
 
 
 @dataclass(frozen=True)
@@ -83,10 +103,10 @@ class StepPath:
     reason: str | None = None
 
 
-@dataclass
-class _Progress:
-    problems: dict[int, str] = field(default_factory=dict)
-    stats: list[BucketStats] = field(default_factory=list)
+@dataclass(frozen=True)
+class _WarmUp:
+    problems: dict[int, str]
+    seconds: float
 
 
 class CapturedStep:
@@ -129,69 +149,120 @@ class CapturedStep:
         self._graphs, self._arguments, self._trim, self._mode, self._watch = graphs, arguments, trim, mode, watch
         self._pieces = CapturedPieces(model, graphs)
         self._tapes: dict[Bucket, Tape] = {}
+        self._warm: _WarmUp | None = None
 
     # --- capture ------------------------------------------------------------------------------------------------------
+
+    def warm_up(self, prewarm: Callable[[], Any]) -> None:
+        """Prewarm, then run every bucket once, eagerly, on the stream of capture.
+
+        Raises:
+            CaptureError, RuntimeError: as :meth:`capture`.
+        """
+        self._check_start()
+        prewarm()
+        with self._all_or_nothing([]):
+            self._warm = self._warm_up()
+
+    def trial(self) -> TrialReport:
+        """Capture the largest bucket alone, measure what that takes of the device, and free it again.
+
+        Raises:
+            CaptureError, RuntimeError: as :meth:`capture`; also before :meth:`warm_up`.
+        """
+        self._check_start()
+        if self._warm is None:
+            raise RuntimeError("a trial must come after warm_up(), got a step that is cold")
+        stats: list[BucketStats] = []
+        self._graphs.settle()
+        free = self._graphs.free_bytes()
+        with self._all_or_nothing(stats), frozen_gc():
+            self._capture(self.ladder.largest, self._warm.problems, stats)
+        self._graphs.settle()
+        pool, taken = self._graphs.pool_bytes(), free - self._graphs.free_bytes()
+        self._free()
+        return TrialReport(
+            bucket=self.ladder.largest,
+            graphs=stats[0].graphs,
+            pool_bytes=pool,
+            driver_bytes=max(0, taken - pool),
+            seconds=stats[0].seconds,
+        )
 
     def capture(
         self, prewarm: Callable[[], Any], progress: Callable[[BucketStats], None] = lambda stats: None
     ) -> CaptureReport:
-        """Prewarm, warm up and capture every bucket; ``progress`` is called after each.
+        """Prewarm, warm up unless that was done, and capture every bucket; ``progress`` is called after each.
 
         Raises:
-            CaptureError: naming bucket and piece; also when device memory runs out. No graph is left, its memory is
-                free again, and the model and :meth:`eager` work as before.
+            CaptureError: naming bucket and piece; :class:`CaptureMemoryError` when device memory runs out. No graph is
+                left, its memory is free again, and the model and :meth:`eager` work as before.
             RuntimeError: called twice, or while a stream is being captured.
         """
+        self._check_start()
+        started = time.perf_counter()
+        prewarm()
+        prewarmed, stats = time.perf_counter(), []
+        with self._all_or_nothing(stats):
+            if self._warm is None:
+                self._warm = self._warm_up()
+            began, free = time.perf_counter(), self._graphs.free_bytes()
+            with frozen_gc():
+                for bucket in self.ladder.largest_first:
+                    self._capture(bucket, self._warm.problems, stats)
+                    progress(stats[-1])
+        if self.debug:
+            self._pieces.wrap()
+        self.report = CaptureReport(
+            buckets=tuple(stats),
+            problems=tuple(self._warm.problems.values()),
+            prewarm_seconds=prewarmed - started,
+            warm_up_seconds=self._warm.seconds,
+            capture_seconds=time.perf_counter() - began,
+            static_mib=self.inputs.nbytes() / MIB,
+            device_mib=max(0, free - self._graphs.free_bytes()) / MIB,
+        )
+        logger.info("captured %d graphs of %d buckets, %.0f MiB, in %.1f s", self.report.graphs, len(stats),
+                    self.report.mib, self.report.capture_seconds)  # fmt: skip
+        return self.report
+
+    def _check_start(self) -> None:
         if self._tapes:
             raise RuntimeError(f"a step must be captured once, got {len(self._tapes)} buckets: close() it first")
         if self._graphs.capturing():
             raise RuntimeError("a capture stage must start outside stream capture, got a stream that is being captured")
-        started = time.perf_counter()
-        prewarm()
-        prewarmed, done = time.perf_counter(), _Progress()
+
+    @contextmanager
+    def _all_or_nothing(self, stats: list[BucketStats]) -> Iterator[None]:
+        """The pieces are wrapped inside the block; if it fails, every graph that it made (``stats``) is freed."""
         self._pieces.wrap()
         try:
             with torch.no_grad():
-                self._warm_up(done)
-                warm = time.perf_counter()
-                with frozen_gc():
-                    for bucket in self.ladder.largest_first:
-                        self._capture(bucket, done)
-                        progress(done.stats[-1])
+                yield
         except BaseException as error:
             _clear_frames(error)  # their locals are tensors in the pool
             self._free()
             if not isinstance(error, CaptureError):
                 raise
-            mib = sum(s.mib for s in done.stats)
-            raise CaptureError(
-                f"{error}; the {len(done.stats)} of {len(self.ladder.buckets)} buckets captured before ({mib:.0f} MiB) "
+            mib = sum(s.mib for s in stats)
+            raise type(error)(
+                f"{error}; the {len(stats)} of {len(self.ladder.buckets)} buckets captured before ({mib:.0f} MiB) "
                 "were freed, and steps can still run eagerly"
             ) from error.__cause__
-        if not self.debug:
-            self._pieces.unwrap()
-        self.report = CaptureReport(
-            buckets=tuple(done.stats),
-            problems=tuple(done.problems.values()),
-            prewarm_seconds=prewarmed - started,
-            warm_up_seconds=warm - prewarmed,
-            capture_seconds=time.perf_counter() - warm,
-            static_mib=self.inputs.nbytes() / MIB,
-        )
-        logger.info("captured %d graphs of %d buckets, %.0f MiB, in %.1f s", self.report.graphs, len(done.stats),
-                    self.report.mib, self.report.capture_seconds)  # fmt: skip
-        return self.report
+        self._pieces.unwrap()
 
-    def _warm_up(self, done: _Progress) -> None:
+    def _warm_up(self) -> _WarmUp:
+        started, problems = time.perf_counter(), {}
         for bucket in self.ladder.largest_first:
             args = self._arguments(self.inputs.fill_pads(bucket))
             with self._graphs.side_stream(), naming(f"bucket of {bucket}: warm-up"):
                 found = self._pieces.problems(args)
-            done.problems.update({i: f"{describe(piece)}: {reason}" for i, (piece, reason) in sorted(found.items())})
+            problems.update({i: f"{describe(piece)}: {reason}" for i, (piece, reason) in sorted(found.items())})
         self._graphs.settle()
+        return _WarmUp(problems, time.perf_counter() - started)
 
-    def _capture(self, bucket: Bucket, done: _Progress) -> None:
-        mode = self._mode_of(bucket, done.problems)
+    def _capture(self, bucket: Bucket, problems: dict[int, str], stats: list[BucketStats]) -> None:
+        mode = self._mode_of(bucket, problems)
         before, started = self._graphs.pool_bytes(), time.perf_counter()
         args = self._arguments(self.inputs.fill_pads(bucket))
         with self._graphs.side_stream():
@@ -200,18 +271,17 @@ class CapturedStep:
         num_outputs = len(tape.outputs) if isinstance(tape.outputs, tuple) else 1
         if num_outputs != len(self._trim):
             raise CaptureError(f"trim must have one entry per output, {num_outputs}, got {len(self._trim)}")
-        seconds = time.perf_counter() - started
-        stats = BucketStats(
+        made = BucketStats(
             bucket=bucket,
             mode=mode,
             graphs=len(tape.graphs),
             boundary_calls=tape.boundary_calls,
             copied_outputs=tape.copied,
-            seconds=seconds,
+            seconds=time.perf_counter() - started,
             mib=(self._graphs.pool_bytes() - before) / MIB,
         )
-        done.stats.append(stats)
-        logger.info("bucket of %s: %s, %d graphs, %.1f MiB, %.2f s", bucket, mode, stats.graphs, stats.mib, seconds)
+        stats.append(made)
+        logger.info("bucket of %s: %s, %d graphs, %.1f MiB, %.2f s", bucket, mode, made.graphs, made.mib, made.seconds)
 
     def _mode_of(self, bucket: Bucket, problems: dict[int, str]) -> Mode:
         asked = self._mode(bucket) if callable(self._mode) else self._mode

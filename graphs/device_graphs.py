@@ -49,6 +49,10 @@ class DeviceGraphs(Protocol):
 
     def pool_bytes(self) -> int: ...
 
+    def free_bytes(self) -> int:
+        """Of the device, as the driver counts them."""
+        ...
+
     def settle(self) -> None:
         """Wait for the device and give unused cached memory back."""
         ...
@@ -103,6 +107,9 @@ class CudaGraphs:
     def pool_bytes(self) -> int:
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool))
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -39,6 +39,10 @@ class CaptureError(RuntimeError):
     """A model could not be captured; says which bucket and piece, and why."""
 
 
+class CaptureMemoryError(CaptureError):
+    """A capture ran out of device memory."""
+
+
 class StaleAddressError(RuntimeError):
     """A replay would have read other memory than the tensors of this call."""
 
@@ -311,10 +315,15 @@ def naming(where: str) -> Iterator[None]:
         yield
     except CaptureError:
         raise
-    except torch.OutOfMemoryError as error:
-        raise CaptureError(f"{where} must fit into device memory, got {error}") from error
     except Exception as error:
+        if _out_of_memory(error):
+            raise CaptureMemoryError(f"{where} must fit into device memory, got {error}") from error
         raise CaptureError(f"{where} must be capturable, got {type(error).__name__}: {error}") from error
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Of the allocator, or of the driver, which says so in the text of a ``RuntimeError`` alone."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
 def identity(value: Any) -> Any:

@@ -83,6 +83,9 @@ class CpuGraphs:
     def pool_bytes(self) -> int:
         return self.arena.peak
 
+    def free_bytes(self) -> int:
+        return self.arena.limit - self.arena.peak
+
     def settle(self) -> None:
         self.events.append("settle")
 
