@@ -39,6 +39,7 @@ Deterministic = Annotated[bool, typer.Option("--deterministic", help="Row result
 Compile = Annotated[str, typer.Option(help="off, piecewise or full.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Graphs = Annotated[str, typer.Option(help="CUDA graphs: off, piecewise, full or auto.")]
+ExpertWeights = Annotated[str, typer.Option(help="FP4 experts in memory: fp4, or fp8 re-encoded without loss.")]
 CompileCache = Annotated[
     Path | None, typer.Option(help="Directory that keeps compiled pieces; default: the user's cache directory.")
 ]
@@ -87,6 +88,7 @@ def generate(
     device: Device = "cpu",
     graphs: Graphs = "off",
     compile_cache: CompileCache = None,
+    expert_weights: ExpertWeights = "fp4",
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts."""
@@ -96,7 +98,7 @@ def generate(
 
     settings = _settings(
         numerics, deterministic, compile, device, compile_cache, draft_tokens=draft_tokens, max_seq_len=max_seq_len,
-        graphs=graphs,
+        graphs=graphs, expert_weights=expert_weights,
     )  # fmt: skip
     if stream and len(prompt) > 1:
         raise ValueError(f"--stream must come with one prompt, whose text it prints as it grows, got {len(prompt)}")
@@ -139,6 +141,7 @@ def score(
     compile: Compile = "off",
     device: Device = "cpu",
     compile_cache: CompileCache = None,
+    expert_weights: ExpertWeights = "fp4",
     as_json: AsJson = False,
 ) -> None:
     """Negative log-likelihood per window, in nats per token."""
@@ -151,7 +154,10 @@ def score(
         if "tokens" not in value:
             raise ValueError(f"tokens file must be a list or an object with key 'tokens', got keys {sorted(value)[:8]}")
         value = value["tokens"]
-    settings = _settings(numerics, deterministic, compile, device, compile_cache, max_seq_len=window, max_requests=1)
+    settings = _settings(
+        numerics, deterministic, compile, device, compile_cache, max_seq_len=window, max_requests=1,
+        expert_weights=expert_weights,
+    )  # fmt: skip
     ids = token_ids(value, vocab_size(model), "tokens")
     if not evaluate.window_starts(len(ids), window):
         raise ValueError(f"tokens must be at least {window + 3} for one window of {window}, got {len(ids)}")
@@ -178,6 +184,7 @@ def logits(
     compile: Compile = "off",
     device: Device = "cpu",
     compile_cache: CompileCache = None,
+    expert_weights: ExpertWeights = "fp4",
     as_json: AsJson = False,
 ) -> None:
     """fp32 last-token logits of every prompt, under logits_<index>."""
@@ -194,7 +201,8 @@ def logits(
     if not isinstance(lists, list) or not lists:
         got = "an empty list" if lists == [] else type(lists).__name__
         raise ValueError(f"prompts file must hold a non-empty list of token id lists, got {got}")
-    settings = _settings(numerics, deterministic, compile, device, compile_cache, max_requests=1)
+    more = {"max_requests": 1, "expert_weights": expert_weights}
+    settings = _settings(numerics, deterministic, compile, device, compile_cache, **more)
     vocab = vocab_size(model)
     lists = [token_ids(ids, vocab, f"prompt {index}") for index, ids in enumerate(lists)]
     settings = dataclasses.replace(settings, max_seq_len=max(map(len, lists)))
@@ -218,6 +226,7 @@ def compare(
     deterministic: Deterministic = False,
     compile: Compile = "off",
     device: Device = "cpu",
+    expert_weights: ExpertWeights = "fp4",
     as_json: AsJson = False,
 ) -> None:
     """Run each recorded sublayer alone and report its distance from the record."""
@@ -232,7 +241,8 @@ def compare(
     except (OSError, SafetensorError) as error:
         raise ValueError(f"layers file must be a readable safetensors file, got {layers}: {error}") from error
     longest = max((t.numel() for name, t in recorded.items() if name.endswith(".ids")), default=1)
-    settings = _settings(numerics, deterministic, compile, device, max_seq_len=max(longest, 1), max_requests=1)
+    more = {"max_seq_len": max(longest, 1), "max_requests": 1, "expert_weights": expert_weights}
+    settings = _settings(numerics, deterministic, compile, device, **more)
     result = evaluate.compare(Engine.from_checkpoint(model, settings).runner, recorded)
 
     def show(p: dict[str, Any]) -> None:
@@ -275,13 +285,15 @@ def prewarm(
     token_budget: Annotated[int, typer.Option(help="Most rows of a step.")] = 8192,
     numerics: Numerics = "official",
     device: Device = "cuda",
+    expert_weights: ExpertWeights = "fp4",
     as_json: AsJson = False,
 ) -> None:
     """Compile and load every kernel of a model; needs no weights."""
     from .config import ModelConfig
     from .start_up import warm_kernels
 
-    settings = _settings(numerics, False, "off", device, None, token_budget=token_budget)
+    more = {"token_budget": token_budget, "expert_weights": expert_weights}
+    settings = _settings(numerics, False, "off", device, None, **more)
     if device == "cpu":
         raise ValueError("device must be a GPU for a prewarm, got cpu: its references have nothing to warm")
     payload = warm_kernels(ModelConfig.from_json(model), settings, count=True).to_dict()

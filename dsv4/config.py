@@ -343,8 +343,9 @@ class ModelConfig:
             o_groups=self.o_groups, o_lora_rank=self.o_lora_rank, index_heads=self.index_n_heads,
             index_dim=self.index_head_dim, index_topk=self.index_topk, window=self.sliding_window,
             num_experts=self.n_routed_experts, experts_per_token=self.num_experts_per_tok,
-            expert_hidden=self.moe_intermediate_size, vocab=self.vocab_size, route_scale=self.routed_scaling_factor,
-            swiglu_limit=self.swiglu_limit, eps=self.rms_norm_eps, sinkhorn_iters=self.hc_sinkhorn_iters,
+            expert_hidden=self.moe_intermediate_size, expert_dtype=self.expert_dtype, vocab=self.vocab_size,
+            route_scale=self.routed_scaling_factor, swiglu_limit=self.swiglu_limit, eps=self.rms_norm_eps,
+            sinkhorn_iters=self.hc_sinkhorn_iters,
         )  # fmt: skip
         return next((named for named in SHAPES.values() if replace(shape, name=named.name) == named), shape)
 

@@ -100,7 +100,7 @@ class Engine:
         started, execution = time.perf_counter(), settings.execution
         weights = load_weights(
             Checkpoint.open(path), config, settings.numerics, dtype=execution.dtype, device=settings.device,
-            progress=progress,
+            progress=progress, expert_weights=settings.expert_weights,
         )  # fmt: skip
         model = DeepseekV4(config, execution, weights, max_positions=settings.max_blocks * BLOCK_TOKENS)
         loaded = time.perf_counter() - started

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 import torch
 
-from .execution import CacheStorage, Execution, NumericsMode
+from .execution import CacheStorage, Execution, ExpertWeights, NumericsMode
 from .ops.shapes import BLOCK_TOKENS
 
 CompileMode = Literal["off", "piecewise", "full"]
@@ -31,6 +31,8 @@ class EngineConfig:
         prewarm_workers: threads that compile kernels.
         mhc_backend: kernels of the hyper-connection ops; one choice per process (CUDA only).
         gemm_backend: kernels of FP8 matrix products and of FP8 indexer scores; one choice per process (CUDA only).
+        expert_weights: format in which FP4 experts stay in memory: ``fp4`` as stored, or ``fp8``, re-encoded without
+            loss while loading (twice the bytes; a tensor that FP8 cannot hold is refused). Official numerics only.
         boundary_ops: qualified op names at which ``piecewise`` cuts; ``None`` means the default set (attention).
         compile_cache: directory of compiled pieces kept across processes; ``None`` disables it.
         cache_storage: cache row format; ``None`` means fp32 for fp32 activations, bf16 otherwise.
@@ -52,6 +54,7 @@ class EngineConfig:
     prewarm_workers: int = 8
     mhc_backend: MhcBackend = "triton"
     gemm_backend: GemmBackend = "triton"
+    expert_weights: ExpertWeights = "fp4"
     boundary_ops: tuple[str, ...] | None = None
     compile_cache: str | None = None
     cache_storage: CacheStorage | None = None
@@ -73,9 +76,12 @@ class EngineConfig:
             ("graphs", GraphMode),
             ("mhc_backend", MhcBackend),
             ("gemm_backend", GemmBackend),
+            ("expert_weights", ExpertWeights),
         ):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} must be one of {list(get_args(choices))}, got {getattr(self, name)!r}")
+        if self.expert_weights == "fp8" and self.numerics != "official":
+            raise ValueError(f"expert_weights 'fp8' must come with numerics 'official', got {self.numerics!r}")
         if self.graphs != "off" and device.type != "cuda":
             raise ValueError(f"graphs must be 'off' on {self.device}, got {self.graphs!r}")
         if self.graphs == "piecewise" and self.compile != "piecewise":

@@ -7,6 +7,7 @@ import torch
 
 NumericsMode = Literal["exact", "official"]
 CacheStorage = Literal["fp32", "bf16", "fp8"]
+ExpertWeights = Literal["fp4", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True)

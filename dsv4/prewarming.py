@@ -3,16 +3,32 @@
 The module is not called ``prewarm``, because importing it would then replace the function ``dsv4.prewarm``.
 """
 
+import weakref
+from collections.abc import Hashable
+from dataclasses import replace
+
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from . import ops
 from .config import ModelConfig, default_compile_cache, prewarm_enabled
 from .engine_config import EngineConfig
+from .execution import ExpertWeights
 from .graphs.jit_monitor import JitMonitor
 from .graphs.prewarm import PrewarmReport, prewarm
+from .model import DeepseekV4
 from .ops import PrewarmCase, _backends, _runtime
 from .ops._jit_libraries import jit_libraries
 from .prewarm_progress import prewarm_progress
+
+LAYER_MODULES = frozenset(f"{__package__}.{name}" for name in ("model", "attention", "layers", "moe"))
+"""Modules whose layers the op cases cover."""
+PREWARM_TOKENS = 8192
+"""Rows of a step for which a model is warmed that no engine serves."""
+
+_warm: set[Hashable] = set()
+_unwarmed: dict[Hashable, "weakref.WeakSet[DeepseekV4]"] = {}
 
 
 def choose_backends(settings: EngineConfig) -> None:
@@ -22,9 +38,13 @@ def choose_backends(settings: EngineConfig) -> None:
         _backends.choose("gemm", settings.gemm_backend)
 
 
-def prewarm_cases(config: ModelConfig, device: torch.device, max_tokens: int) -> list[PrewarmCase]:
+def prewarm_cases(
+    config: ModelConfig, device: torch.device, max_tokens: int, expert_weights: ExpertWeights = "fp4"
+) -> list[PrewarmCase]:
     """Every specialisation that a step of up to ``max_tokens`` rows can need, MTP block included."""
     shape = config.shape()
+    if expert_weights == "fp8":
+        shape = replace(shape, expert_dtype="fp8")
     return [
         case
         for spec in ops.specs().values()
@@ -33,26 +53,38 @@ def prewarm_cases(config: ModelConfig, device: torch.device, max_tokens: int) ->
     ]
 
 
-def warm_kernels(config: ModelConfig, settings: EngineConfig, *, count: bool = False) -> PrewarmReport:
-    """Compile and load every kernel of the model; see ``dsv4.graphs.prewarm``. ``count`` adds the monitor's counts."""
+def warm_kernels(
+    config: ModelConfig,
+    settings: EngineConfig,
+    *,
+    count: bool = True,
+    group: dist.ProcessGroup | None = None,
+    store: dist.Store | None = None,
+) -> PrewarmReport:
+    """Compile and load every kernel of a model of ``config``; see ``dsv4.graphs.prewarm``.
+
+    Args:
+        config: of the model.
+        settings: device, numerics, token budget, backends and worker threads.
+        count: let a JIT monitor count compilations and disk loads meanwhile.
+        group: ranks that must agree and wait for each other; without one, all ranks of ``torch.distributed`` where it
+            is in use.
+        store: in place of the store of the group.
+    """
     device = torch.device(settings.device)
     choose_backends(settings)
-
-    def run(case: PrewarmCase) -> None:
-        args, kwargs = case.arguments()
-        ops.spec(case.op).overload(*args, **kwargs)
-
     decision = {
         "config": config.to_dict(),
         "numerics": settings.numerics,
         "token_budget": settings.token_budget,
         "mhc_backend": settings.mhc_backend,
         "gemm_backend": settings.gemm_backend,
+        "expert_weights": settings.expert_weights,
     }
     with prewarm_progress() as progress:
-        return prewarm(
-            prewarm_cases(config, device, settings.token_budget),
-            run=run,
+        report = prewarm(
+            prewarm_cases(config, device, settings.token_budget, settings.expert_weights),
+            run=run_case,
             is_warm=_runtime.is_warm,
             mark_warm=_runtime.mark_warm,
             lock_dir=default_compile_cache().parent / "locks",
@@ -60,6 +92,125 @@ def warm_kernels(config: ModelConfig, settings: EngineConfig, *, count: bool = F
             device=device,
             workers=settings.prewarm_workers,
             progress=progress,
+            group=group or _world(),
+            store=store,
             monitor=JitMonitor(libraries=jit_libraries()) if count else None,
             enabled=prewarm_enabled(),
         )
+    name = _name(config, settings)
+    _warm.add(name)  # also with the kernels switched off: ranks have agreed, and nobody wants them warmed later
+    _disarm(name)
+    return report
+
+
+def run_case(case: PrewarmCase) -> None:
+    """Make the call that compiles and loads one specialisation."""
+    args, kwargs = case.arguments()
+    with _runtime.no_first_use():
+        ops.spec(case.op).overload(*args, **kwargs)
+
+
+def _world() -> dist.ProcessGroup | None:
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if several else None
+
+
+# ---- a model that exists ---------------------------------------------------------------------------------------------
+
+
+def prewarm_model(
+    model: nn.Module,
+    settings: EngineConfig | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    store: dist.Store | None = None,
+) -> PrewarmReport:
+    """What ``dsv4.prewarm`` does; see there."""
+    found = recognise(model)
+    device = found.embed.device
+    if not _has_kernels(device):
+        raise ValueError(f"model must be on a GPU to be prewarmed, got {device}: its references have nothing to warm")
+    own = settings_of(found) if settings is None else settings
+    if _indexed(own.device) != device:
+        raise ValueError(f"settings must be for the model's device {device}, got {own.device}")
+    return warm_kernels(found.config, own, group=group, store=store)
+
+
+def recognise(model: nn.Module) -> DeepseekV4:
+    """The DeepSeek-V4 in ``model``.
+
+    Raises:
+        ValueError: there is none, or it has layers of other classes, whose kernels no case would warm.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    found = [module for module in model.modules() if isinstance(module, DeepseekV4)]
+    if len(found) != 1:
+        raise ValueError(
+            f"model must contain one DeepseekV4 to be prewarmed, got {len(found)} in {type(model).__name__}: "
+            "layers that are not recognised would stay cold"
+        )
+    for name, layer in found[0].named_modules():
+        if type(layer) is not nn.ModuleList and type(layer).__module__ not in LAYER_MODULES:
+            raise ValueError(
+                f"every layer must be one that the prewarm recognises, got {type(layer).__module__}."
+                f"{type(layer).__qualname__} at {name or 'the top'}: it would stay cold"
+            )
+    return found[0]
+
+
+def settings_of(model: DeepseekV4) -> EngineConfig:
+    """Settings for warming a model that no engine serves: its own device and formats, the process's backends."""
+    fp8 = model.config.expert_dtype == "fp4" and model.blocks[0].ffn.w13.dtype == torch.float8_e4m3fn
+    return EngineConfig(
+        device=str(model.embed.device),
+        numerics=model.execution.numerics,
+        compile="off",
+        token_budget=PREWARM_TOKENS,
+        mhc_backend=_backends.backend("mhc"),
+        gemm_backend=_backends.backend("gemm"),
+        expert_weights="fp8" if fp8 else "fp4",
+    )
+
+
+def arm(model: DeepseekV4) -> None:
+    """Let the first CUDA call of an op warm ``model``, unless its kernels are warm, or it is gone by then."""
+    if not _has_kernels(model.embed.device):
+        return
+    name = _name(model.config, settings_of(model))
+    if name in _warm:
+        return
+    _unwarmed.setdefault(name, weakref.WeakSet()).add(model)
+
+    def first_use() -> None:
+        for each in list(_unwarmed.get(name, ())):
+            prewarm_model(each)
+
+    _runtime.arm_first_use(name, first_use)
+
+
+def disarm(model: DeepseekV4) -> None:
+    """Leave ``model`` cold: its kernels compile when they are first called."""
+    if _has_kernels(model.embed.device):
+        _disarm(_name(model.config, settings_of(model)))
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """A fake of a CUDA tensor in a process without a GPU has none."""
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
+def _disarm(name: Hashable) -> None:
+    _unwarmed.pop(name, None)
+    _runtime.disarm_first_use(name)
+
+
+def _name(config: ModelConfig, settings: EngineConfig) -> Hashable:
+    """What the kernels of a model depend on: layers and numerics change nothing."""
+    backends = (settings.mhc_backend, settings.gemm_backend, settings.expert_weights)
+    return config.shape(), _indexed(settings.device), *backends
+
+
+def _indexed(device: str | torch.device) -> torch.device:
+    device = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device

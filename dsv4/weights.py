@@ -9,8 +9,9 @@ Keys follow the checkpoint (``layers.3.attn.wq_a.weight``); what differs:
 | ``ffn.shared_experts.w13`` | rows of w1, then w3 | as an FP8 matrix, scale rows ``2 * ceil(I/128)`` | dense, empty |
 | FP4 ``ffn.experts.w13``, ``.w2`` | stacked w1, w3 | uint8 ``[E, N, K/2]``, E8M0 ``[E, N, K/32]`` | dense, empty |
 | FP8 ``ffn.experts.w13``, ``.w2`` | stacked w1, w3 | as the shared expert, with leading E | dense, empty |
-| ``compressor.wkv_gate`` | rows of wkv, then wgate | fp32 | fp32 |
-| ``embed.weight``, ``indexer.weights_proj.weight`` | | bf16 | ``dtype`` |
+| FP4 ones with ``expert_weights="fp8"`` | re-encoded (``reencode.py``) | as FP8 ones | – |
+| ``compressor.wkv_gate`` | rows of wkv, then wgate | bf16 | ``dtype`` |
+| other BF16 matrices: embed, head, router, indexer weights | | bf16 | ``dtype`` |
 | ``ffn.gate.tid2eid`` | checked int64 | int32 | int32 |
 | everything else | | fp32 | fp32 |
 
@@ -46,7 +47,7 @@ from .checkpoint import (
     expected_tensors,
 )
 from .config import ModelConfig
-from .execution import Execution, NumericsMode
+from .execution import Execution, ExpertWeights, NumericsMode
 from .ops._formats import (
     FP4_BLOCK,
     decode_e8m0,
@@ -54,6 +55,7 @@ from .ops._formats import (
     dequantize_fp8_weight,
     power_of_two_at_least,
 )
+from .reencode import fp4_to_fp8
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +94,13 @@ class _Layout:
         fills: by checkpoint name; a matrix and its scale travel together under the name of the matrix.
     """
 
-    def __init__(self, config: ModelConfig, numerics: NumericsMode, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, numerics: NumericsMode, dtype: torch.dtype, expert_weights: ExpertWeights
+    ) -> None:
         execution = Execution(numerics=numerics, dtype=dtype)
+        if expert_weights == "fp8" and not execution.quantized:
+            raise ValueError(f"expert_weights 'fp8' must come with numerics 'official', got {numerics!r}")
+        self.fp4_resident = expert_weights == "fp4"
         self.config, self.quantized, self.dtype = config, execution.quantized, execution.dtype
         self.expected = expected_tensors(config)
         self.slots: dict[str, _Slot] = {}
@@ -108,11 +115,11 @@ class _Layout:
     def _tensor(self, name: str, base: str, spec: TensorSpec) -> None:
         if base.endswith((".compressor.wkv", ".compressor.wgate")):
             target, rows = f"{base.rpartition('.')[0]}.wkv_gate", 2 * spec.shape[0]
-            self.slots[target] = _Slot((rows, *spec.shape[1:]), torch.float32)
+            self.slots[target] = _Slot((rows, *spec.shape[1:]), self.dtype)
             self.fills[name] = _Fill("plain", target, int(base.endswith("wgate")))
             return
         hashed = name.endswith(".tid2eid")
-        act = name == "embed.weight" or name.endswith(".weights_proj.weight")
+        act = spec.dtype == "BF16" and len(spec.shape) == 2  # products read them as stored and add up in fp32
         self.slots[name] = _Slot(spec.shape, torch.int32 if hashed else self.dtype if act else torch.float32)
         self.fills[name] = _Fill("ids" if hashed else "plain", name)
 
@@ -138,7 +145,7 @@ class _Layout:
             return
         if not self.quantized:
             weight, scale = _Slot((*lead, parts * rows, cols), self.dtype), _Slot((0,), torch.float32)
-        elif fp4:
+        elif fp4 and self.fp4_resident:
             weight = _Slot((*lead, parts * rows, cols // 2), torch.uint8)
             scale = _Slot((*lead, parts * rows, cols // FP4_BLOCK), torch.uint8)
         else:
@@ -147,9 +154,12 @@ class _Layout:
         self.slots |= {f"{target}.weight": weight, f"{target}.scale": scale}
 
 
-def meta_weights(config: ModelConfig, numerics: NumericsMode, dtype: torch.dtype) -> Weights:
+def meta_weights(
+    config: ModelConfig, numerics: NumericsMode, dtype: torch.dtype, expert_weights: ExpertWeights = "fp4"
+) -> Weights:
     """The dict that :func:`load_weights` returns, on the meta device: names, shapes and dtypes without data."""
-    return {key: slot.allocate("meta") for key, slot in _Layout(config, numerics, dtype).slots.items()}
+    layout = _Layout(config, numerics, dtype, expert_weights)
+    return {key: slot.allocate("meta") for key, slot in layout.slots.items()}
 
 
 def load_weights(
@@ -159,6 +169,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     progress: bool = True,
+    expert_weights: ExpertWeights = "fp4",
 ) -> Weights:
     """Read a checkpoint shard by shard into kernel layout.
 
@@ -169,15 +180,17 @@ def load_weights(
         dtype: activation dtype; bf16 for ``official``.
         device: where the tensors go. Beside them, one checkpoint matrix at a time is held.
         progress: show a progress bar on stderr.
+        expert_weights: ``fp8`` re-encodes FP4 experts without loss, or refuses them; ``fp4`` keeps the stored format.
 
     Returns:
         Kernel tensors by key. On an error nothing is returned and the memory is released.
 
     Raises:
-        CheckpointError: a NaN or otherwise invalid scale, a non-finite value, an expert id outside the model.
-        ValueError: a numerics and dtype pair that does not exist.
+        CheckpointError: a NaN or otherwise invalid scale, a non-finite value, an expert id outside the model,
+            FP4 experts that FP8 cannot hold when ``expert_weights`` asks for it.
+        ValueError: a numerics, dtype and ``expert_weights`` combination that does not exist.
     """
-    layout = _Layout(config, numerics, dtype)
+    layout = _Layout(config, numerics, dtype, expert_weights)
     checkpoint.require(layout.expected)
     started = time.perf_counter()
     weights = {key: slot.allocate(device) for key, slot in layout.slots.items()}
@@ -224,8 +237,10 @@ def _fill_matrix(weights: Weights, fill: _Fill, name: str, read: Read) -> None:
         dense = dequantize_fp4(codes, scale) if fill.kind == "fp4" else dequantize_fp8_weight(codes, _decoded(scale))
         _put(target, fill.part, dense)
         return
+    if fill.kind == "fp4" and target.dtype == torch.float8_e4m3fn:
+        codes, scale = fp4_to_fp8(name, codes, scale)
     _put(target, fill.part, codes)
-    _put(weights[f"{fill.target}.scale"], fill.part, scale if fill.kind == "fp4" else _decoded(scale))
+    _put(weights[f"{fill.target}.scale"], fill.part, scale if target.dtype == torch.uint8 else _decoded(scale))
 
 
 def _put(target: torch.Tensor, part: int, value: torch.Tensor) -> None:

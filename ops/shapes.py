@@ -6,6 +6,7 @@ small ones for tests.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class Shape:
     num_experts: int
     experts_per_token: int = 6
     expert_hidden: int
+    expert_dtype: Literal["fp4", "fp8"] = "fp4"  # of the weights in memory
     vocab: int
     route_scale: float
     swiglu_limit: float = 10.0
