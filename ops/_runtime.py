@@ -38,6 +38,7 @@ _warm: set[Key] = set()
 _references = False
 _first_use_lock = threading.RLock()
 _thread = threading.local()
+_sealed = False
 first_uses: dict[Hashable, Callable[[], object]] = {}
 """Armed callbacks, which ops look at before every CUDA call; see :func:`arm_first_use` and :func:`disarm_first_use`."""
 
@@ -111,6 +112,27 @@ def require_warm(key: Key) -> None:
         raise ColdKernelError(
             f"kernel specialisation must be warm before stream capture, got cold key {key}: "
             "run the prewarm outside capture first"
+        )
+
+
+def seal() -> None:
+    """From now on, a library whose compilations cannot be observed is only called under warm keys or in a prewarm."""
+    global _sealed
+    _sealed = True
+
+
+def require_known(key: Key) -> None:
+    """:func:`require_warm` for a library without hooks, whose cold kernels nothing else would notice.
+
+    Raises:
+        ColdKernelError: ``key`` is cold, and a stream is being captured, or the process is sealed and this thread is
+            not in a prewarm (:func:`no_first_use`).
+    """
+    require_warm(key)
+    if _sealed and key not in _warm and not getattr(_thread, "quiet", False):
+        raise ColdKernelError(
+            f"kernel specialisation must be warm once the process is ready, got cold key {key}: "
+            "prewarm with the sizes that are used"
         )
 
 
