@@ -15,6 +15,7 @@ from .engine_config import EngineConfig
 from .inputs import check_token_ids
 from .model import DeepseekV4
 from .ops.shapes import BLOCK_TOKENS
+from .prewarming import warm_loaded
 from .runner import Runner
 from .sampling import SamplingParams
 from .start_up import CompileReport, StartUp, start_up
@@ -101,6 +102,7 @@ class Engine:
         weights = load_weights(
             Checkpoint.open(path), config, settings.numerics, dtype=execution.dtype, device=settings.device,
             progress=progress, expert_weights=settings.expert_weights,
+            on_loaded=lambda weights: warm_loaded(config, settings),
         )  # fmt: skip
         model = DeepseekV4(config, execution, weights, max_positions=settings.max_blocks * BLOCK_TOKENS)
         loaded = time.perf_counter() - started

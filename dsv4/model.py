@@ -94,6 +94,10 @@ class DeepseekV4(Buffers):
             MTPBlock(config, execution, view.sub(f"mtp.{index}"), tables[0])
             for index in range(config.num_nextn_predict_layers)
         )
+        if device.type == "cuda":  # whoever never calls dsv4.prewarm still gets warm kernels, at the first op
+            from .prewarming import arm
+
+            arm(self)
 
     def embed_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``[T]`` -> equal streams ``[T, M, D]``; zeros for pads."""

@@ -103,6 +103,12 @@ def warm_kernels(
     return report
 
 
+def warm_loaded(config: ModelConfig, settings: EngineConfig) -> None:
+    """The prewarm at the tail of weight loading: after the last tensor, before caches are sized or anything captured."""
+    if torch.device(settings.device).type == "cuda" and settings.prewarm:
+        warm_kernels(config, settings)
+
+
 def run_case(case: PrewarmCase) -> None:
     """Make the call that compiles and loads one specialisation."""
     args, kwargs = case.arguments()

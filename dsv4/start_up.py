@@ -22,7 +22,7 @@ from .graphs.device_graphs import CudaGraphs
 from .graphs.prewarm import PrewarmReport
 from .graphs.static_inputs import Extent, StaticInputs
 from .inputs import StepInputs
-from .prewarming import choose_backends, warm_kernels
+from .prewarming import choose_backends, disarm, warm_kernels
 from .runner import Runner, Sequence as PlacedSequence
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,8 @@ def start_up(runner: Runner, settings: EngineConfig) -> StartUp:
     if device.type == "cuda" and settings.prewarm:
         with _timed(started, "prewarm"):
             started.prewarm = warm_kernels(runner.model.config, settings)
+    else:
+        disarm(runner.model)  # the caller wants cold kernels to compile when they are first used
     if settings.compile != "off":
         with _timed(started, "compile"):
             started.compiled = _compile(runner, settings)

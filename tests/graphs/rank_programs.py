@@ -181,6 +181,30 @@ def switched_off(rank: int, size: int, directory: Path) -> dict[str, Any]:
     return {"entered": entered, "left": time.monotonic(), "report": report.to_dict(), "run": kernels.run_keys}
 
 
+def world_of_two(rank: int, size: int, directory: Path) -> dict[str, Any]:
+    """The prewarm of a model without a group: it takes all ranks, and a difference in their settings is found."""
+    from dsv4 import prewarming
+    from dsv4.config import flash_config
+    from dsv4.engine_config import EngineConfig
+    from dsv4.ops import _runtime
+
+    _group(rank, size, directory, 30)
+    kernels = FakeKernels(directory / f"kernels{rank}")
+    os.environ["XDG_CACHE_HOME"] = str(directory / f"cache{rank}")
+    prewarming.prewarm_cases = lambda *_: [FakeCase(("a", 1))]
+    prewarming.run_case = kernels.run
+
+    def warm(token_budget: int) -> Any:
+        return prewarming.warm_kernels(flash_config(), EngineConfig(token_budget=token_budget))
+
+    differs = _outcome(lambda: warm(64 if rank else 128))
+    report = warm(128)
+    return {
+        "differs": differs, "decision": report.decision, "rank_seconds": report.rank_seconds,
+        "armed": len(_runtime.first_uses),
+    }  # fmt: skip
+
+
 def one_rank_anew(rank: int, size: int, directory: Path) -> dict[str, Any]:
     """A repeated call on rank 0, while rank 1 has forgotten the first one and compiles."""
     group = _group(rank, size, directory, 30)

@@ -1,0 +1,242 @@
+"""The prewarm of a model: what it recognises, when it runs by itself, and that the ranks agree on what it warms.
+
+Nothing here has a GPU. Where a model must be on one, ``_has_kernels`` says so, and the "kernels" are the references.
+"""
+
+import gc
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import dsv4
+from dsv4 import engine as engine_module, prewarming
+from dsv4.checkpoint import Checkpoint
+from dsv4.config import flash_config
+from dsv4.engine import Engine
+from dsv4.engine_config import EngineConfig
+from dsv4.graphs.warmer import PrewarmError
+from dsv4.model import DeepseekV4
+from dsv4.ops import _registry, _runtime
+from dsv4.weights import load_weights
+
+from .conftest import NANO
+from .graphs.rank_programs import run_ranks, world_of_two
+
+graphs_prewarm = importlib.import_module("dsv4.graphs.prewarm")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    for module, name, value in (
+        (graphs_prewarm, "_done", {}), (graphs_prewarm, "_places", {}), (prewarming, "_warm", set()),
+        (prewarming, "_unwarmed", {}), (_runtime, "first_uses", {}), (_runtime, "_warm", set()),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    monkeypatch.setattr(prewarming, "_has_kernels", lambda device: True)
+
+
+@pytest.fixture
+def calls(monkeypatch, with_kernels) -> list:
+    """Calls of the prewarm, which warms nothing."""
+    made = []
+
+    def record(cases, **options):
+        made.append(SimpleNamespace(cases=cases, **options))
+        return made[-1]
+
+    monkeypatch.setattr(prewarming, "prewarm", record)
+    return made
+
+
+@pytest.fixture
+def first_call():
+    """A first call of an op through the dispatcher's CUDA entry."""
+    return lambda: _registry._cuda_entry("plus_one", lambda x: x, lambda x: x + 1)(torch.tensor(1))
+
+
+def test_the_function_keeps_its_name():
+    """A submodule called ``prewarm`` would take the function's place once it is imported."""
+    assert callable(dsv4.prewarm) and not hasattr(dsv4.prewarm, "__path__")
+    assert importlib.import_module("dsv4.prewarming").prewarm_model is prewarming.prewarm_model
+    assert callable(dsv4.prewarm)
+
+
+def test_warms_every_model_op(nano_model, with_kernels):
+    report = dsv4.prewarm(nano_model("official"))
+    assert report.enabled and not report.repeated and len(report.seconds) == len(report.keys)
+    assert set(report.keys) == _runtime.warm_keys()
+    assert {key[0] for key in report.keys} == {
+        spec.name for spec in _registry.specs().values() if spec.role == "model"
+    }
+    assert report.jit is not None and "triton" in {*report.jit.libraries, *report.jit.absent}
+    again = dsv4.prewarm(nn.Sequential(nano_model("official")))
+    assert again.repeated and again.decision == report.decision
+
+
+def test_a_model_that_is_not_recognised_is_an_error(nano_model, nano_config, with_kernels):
+    message = "model must contain one DeepseekV4 to be prewarmed, got 0 in Linear: layers that are not recognised would"
+    with pytest.raises(ValueError, match=message):
+        dsv4.prewarm(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="got 2 in ModuleList"):
+        dsv4.prewarm(nn.ModuleList([nano_model("official"), nano_model("exact")]))
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got ModelConfig"):
+        dsv4.prewarm(nano_config)
+
+
+def test_a_layer_that_is_not_recognised_is_an_error(nano_model, with_kernels, monkeypatch):
+    model = nano_model("official")
+
+    class OtherExperts(type(model.blocks[1].ffn)):
+        pass
+
+    monkeypatch.setattr(model.blocks[1].ffn, "__class__", OtherExperts)
+    with pytest.raises(ValueError, match=r"prewarm recognises, got .*OtherExperts at blocks.1.ffn: it would stay cold"):
+        dsv4.prewarm(model)
+    assert not _runtime.warm_keys()
+
+
+def test_refused_models_and_settings(nano_model, monkeypatch):
+    with pytest.raises(ValueError, match="model must be on a GPU to be prewarmed, got cpu: its references have nothing"):
+        dsv4.prewarm(nano_model("exact"))
+    monkeypatch.setattr(prewarming, "_has_kernels", lambda device: True)
+    with pytest.raises(ValueError, match="settings must be for the model's device cpu, got meta"):
+        dsv4.prewarm(nano_model("exact"), SimpleNamespace(device="meta"))
+
+
+def test_no_key_is_an_error(nano_model, with_kernels, monkeypatch):
+    monkeypatch.setattr(prewarming, "prewarm_cases", lambda *_: [])
+    with pytest.raises(ValueError, match="prewarm must have at least 1 case, got 0: no op recognised the model"):
+        dsv4.prewarm(nano_model("official"))
+
+
+def test_refused_during_capture(nano_model, with_kernels, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="outside stream capture, .* call it after loading the weights"):
+        dsv4.prewarm(nano_model("official"))
+
+
+# ---- the second trigger ----------------------------------------------------------------------------------------------
+
+
+def test_the_first_call_warms_once(nano_model, calls, first_call):
+    prewarming.arm(nano_model("official"))
+    prewarming.arm(nano_model("exact"))  # another numerics of the same shape needs the same kernels
+    assert calls == []
+    assert first_call() == first_call() == 2
+    assert len(calls) == 2 and calls[0].cases and not _runtime.first_uses
+    prewarming.arm(nano_model("official"))
+    first_call()
+    assert len(calls) == 2
+
+
+def test_a_prewarmed_model_is_not_armed(nano_model, calls, first_call):
+    prewarming.arm(nano_model("official"))
+    dsv4.prewarm(nano_model("official"))
+    first_call()
+    assert len(calls) == 1 and not _runtime.first_uses
+
+
+def test_a_model_that_is_gone_stays_cold(nano_config, nano_model, calls, first_call):
+    model = nano_model("exact")
+    weights = {"embed.weight": model.embed}
+
+    class Short(DeepseekV4):
+        """Without layers, so that the object is cheap to make."""
+
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.config, self.execution, self.blocks = nano_config, model.execution, model.blocks
+            self.hold(embed=weights["embed.weight"])
+
+    short = Short()
+    prewarming.arm(short)
+    del short
+    gc.collect()
+    assert first_call() == 2 and calls == []
+
+
+def test_an_engine_that_switched_it_off_stays_cold(nano_model, calls, first_call):
+    prewarming.arm(nano_model("official"))
+    prewarming.disarm(nano_model("official"))
+    assert first_call() == 2 and calls == []
+
+
+def test_the_switch_of_the_environment_still_compares(nano_model, calls, first_call, monkeypatch):
+    monkeypatch.setenv("DSV4_PREWARM", "0")
+    prewarming.arm(nano_model("official"))
+    first_call()
+    assert len(calls) == 1 and calls[0].enabled is False and not _runtime.first_uses
+
+
+def test_models_on_the_cpu_arm_nothing(nano_model):
+    prewarming.arm(nano_model("official"))
+    assert not _runtime.first_uses
+
+
+# ---- at the tail of loading ------------------------------------------------------------------------------------------
+
+
+def test_loading_calls_back_when_every_tensor_is_in_place(nano_config):
+    seen = {}
+
+    def on_loaded(weights) -> None:
+        seen.update({name: tensor.clone() for name, tensor in weights.items()})
+
+    weights = load_weights(
+        Checkpoint.open(NANO), nano_config, "official", torch.bfloat16, "cpu", progress=False, on_loaded=on_loaded
+    )
+    assert seen.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(seen[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_order_of_start_up(monkeypatch):
+    """Weights, prewarm, caches, then whatever start-up captures."""
+    order: list[str] = []
+
+    def spied(name: str) -> None:
+        original = getattr(engine_module, name)
+
+        def call(*args, **kwargs):
+            if name == "load_weights":
+                result = original(*args, **kwargs)
+                order.append(name)
+                return result
+            order.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(engine_module, name, call)
+
+    for name in ("load_weights", "warm_loaded", "allocate_caches", "start_up"):
+        spied(name)
+    Engine.from_checkpoint(NANO, EngineConfig(compile="off", max_seq_len=256, max_requests=1), progress=False)
+    assert order == ["warm_loaded", "load_weights", "allocate_caches", "start_up"]
+
+
+def test_the_tail_of_loading_warms_on_a_gpu_alone(monkeypatch):
+    made = []
+    monkeypatch.setattr(prewarming, "warm_kernels", lambda config, settings: made.append(settings.device))
+    for device, enabled in (("cpu", True), ("cuda", False), ("cuda:1", True)):
+        prewarming.warm_loaded(flash_config(), SimpleNamespace(device=device, prewarm=enabled))
+    assert made == ["cuda:1"]
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_torch_distributed_agree(tmp_path: Path):
+    found = run_ranks(world_of_two, 2, tmp_path)
+    head = f"{PrewarmError.__name__}: every rank must prewarm the same as rank 0, got "
+    assert {f["differs"] for f in found} == {head + "rank 1: settings.token_budget is 64, not 128"}
+    assert found[0]["decision"] == found[1]["decision"] and [len(f["rank_seconds"]) for f in found] == [2, 2]
+    assert all(f["armed"] == 0 for f in found)
