@@ -7,7 +7,7 @@ if _TYPE_CHECKING:
     import torch as _torch
 
     from .engine_config import EngineConfig as _EngineConfig
-    from .graphs.prewarm import PrewarmReport as _PrewarmReport
+    from .prewarming import PrewarmReport as _PrewarmReport
 
 _here = _Path(__file__).resolve().parent
 if not (_here / "ops").is_dir() and (_here.parent / "ops" / "__init__.py").is_file():

@@ -104,7 +104,7 @@ def warm_kernels(
 
 
 def warm_loaded(config: ModelConfig, settings: EngineConfig) -> None:
-    """The prewarm at the tail of weight loading: after the last tensor, before caches are sized or anything captured."""
+    """The prewarm at the tail of weight loading: after the last tensor, before caches are sized and graphs captured."""
     if torch.device(settings.device).type == "cuda" and settings.prewarm:
         warm_kernels(config, settings)
 
