@@ -4,7 +4,10 @@ DeepGEMM picks a tile per call by a cost model over the shape and compiles one k
 module repeats the choice (facts of the SM90 heuristics of the release named in ``_deep_gemm``, our own code), so that
 a call can be refused before it compiles. The choice depends on the number of rows only through the number of row
 blocks, hence :func:`row_classes`. N and K stay run-time arguments (``compiled_dims=""``): otherwise every matrix of a
-model would have keys of its own, 174 in place of 42 for Flash at 8,192 rows.
+model would have keys of its own: 125 in place of 40 for Flash at 8,192 rows.
+
+A key is ``deep_gemm``, the name of the kernel's template and its arguments, as the library writes them into the source
+that it compiles (without namespaces), so that a cache entry can be compared with a key word by word.
 """
 
 import functools
@@ -105,11 +108,18 @@ def _row_blocks(m: int) -> tuple[int, ...]:
     return (64, 128, *((16,) if m <= 16 else ()), *((32,) if m <= 32 else ()), 256)
 
 
-def _product(kernel: str, kind: str, groups: int, tile: Tile, k: int, num_sms: int) -> Key:
-    threads = 128 if tile.rows <= 64 else 256
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _product(kind: str, groups: int, tile: Tile, k: int, num_sms: int) -> Key:
+    sizes = (0, 0, 0)  # M, N and K at run time
+    swizzles = (BLOCK, BLOCK, swizzle(tile.cols * BF16_BYTES))
+    threads = (TMA_THREADS, 128 if tile.rows <= 64 else 256)
+    multicast = (tile.cluster, _bool(tile.cluster_cols > 1))
     return (
-        "deep_gemm", kernel, kind, groups, tile.rows, tile.cols, swizzle(tile.cols * BF16_BYTES), stages(tile, k),
-        threads, tile.cluster, int(tile.cluster_cols > 1), num_sms,
+        "deep_gemm", "sm90_fp8_gemm_1d2d_impl", "K", *sizes, groups, tile.rows, tile.cols, BLOCK, *swizzles,
+        stages(tile, k), *threads, *multicast, num_sms, kind, "bfloat16_t", "EpilogueIdentity",
     )  # fmt: skip
 
 
@@ -117,19 +127,23 @@ def gemm(m: int, n: int, k: int, num_sms: int) -> Key:
     """Key of ``[m, k] x [n, k].T`` in FP8 with 1 x 128 and 128 x 128 scales and a bf16 result; ``m`` at least 1."""
     tiles = _candidates(_row_blocks(m), k, num_sms)
     best = min(tiles, key=lambda tile: _cycles(tile, m, n, k, num_sms))
-    return _product("sm90_fp8_gemm_1d2d", "Normal", 1, best, k, num_sms)
+    return _product("Normal", 1, best, k, num_sms)
 
 
 def grouped_gemm(m: int, n: int, k: int, groups: int, num_sms: int) -> Key:
     """The same for ``m`` rows in runs of 128 of one group each."""
     tiles = _candidates((GROUP_ROWS,), k, num_sms)
     best = min(tiles, key=lambda tile: _cycles(tile, m, n, k, num_sms))
-    return _product("sm90_m_grouped_fp8_gemm_contiguous_1d2d", "MGroupedContiguous", groups, best, k, num_sms)
+    return _product("MGroupedContiguous", groups, best, k, num_sms)
 
 
 def mqa_logits(heads: int, dim: int, num_sms: int) -> Key:
     """Key of the indexer scores with rows of their own width (``max_seqlen_k``)."""
-    return ("deep_gemm", "sm90_fp8_mqa_logits", heads, dim, 1, 128 // heads, 256, 3, 3, num_sms, 128, 512, "float")
+    blocks, depths = (128 // heads, 256), (3, 3)  # (rows, entries), stages of either
+    return (
+        "deep_gemm", "sm90_fp8_mqa_logits", heads, dim, _bool(True), *blocks, *depths, num_sms, TMA_THREADS, 512,
+        "float",
+    )  # fmt: skip
 
 
 def hc_prenorm_gemm(n: int, k: int, splits: int) -> Key:
@@ -137,9 +151,10 @@ def hc_prenorm_gemm(n: int, k: int, splits: int) -> Key:
     cols, rows, depth = align(n, 16), 64, 64
     mode = swizzle(cols * 4)
     per_stage = rows * depth * 2 + cols * depth * 4 + 16
+    num_stages = min(12, (SMEM_BYTES - rows * mode) // per_stage)
     return (
-        "deep_gemm", "sm90_tf32_hc_prenorm_gemm", n, k, rows, cols, depth, splits, mode,
-        min(12, (SMEM_BYTES - rows * mode) // per_stage), 128, 128,
+        "deep_gemm", "sm90_tf32_hc_prenorm_gemm_impl", n, k, rows, cols, depth, splits, mode, num_stages, 128,
+        TMA_THREADS,
     )  # fmt: skip
 
 

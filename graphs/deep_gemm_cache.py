@@ -1,0 +1,173 @@
+"""What DeepGEMM compiled and loaded, seen from outside: its cache directory, and the print of a child process.
+
+DeepGEMM has no hook. It keeps one directory per kernel (``cache/kernel.<name>.<hash>`` with ``kernel.cu`` and
+``kernel.cubin``, renamed into place when complete), and with ``DG_JIT_PRINT_LOAD_TIME=1`` prints a line for every
+kernel that it loads into the process, whether it was compiled just now or found on disk. The print goes to the C
+library's standard output, so it can only be read from a child.
+
+The source of a kernel is one template instantiation, whose arguments are everything that it is specialised on. So a
+key that claims to name a kernel can be compared with what was built (:func:`confirm`): a wrapper that refuses cold keys
+is only as good as its keys.
+"""
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .jit_monitor import KeyCounts
+
+Key = tuple[str | int, ...]
+
+_MARK = "deep_gemm call"
+_LOAD = re.compile(r"^Load time \((?P<entry>.*)\): (?P<ms>[0-9.]+) ms$")
+_INSTANTIATION = re.compile(r"&(?P<name>\w+)<(?P<arguments>[^;]*)>\s*\)\s*;")
+
+
+class KeyModelError(AssertionError):
+    """Keys and kernels do not correspond one to one."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a child: the key that the wrapper computed, and the cache entries that were loaded for it."""
+
+    key: Key
+    loaded: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a child did.
+
+    Attributes:
+        calls: in order.
+        compiled: cache entries that were not there before.
+        kernels: every cache entry afterwards, with its instantiation.
+        load_ms: milliseconds by loaded entry.
+    """
+
+    calls: tuple[Call, ...]
+    compiled: frozenset[str]
+    kernels: Mapping[str, Key]
+    load_ms: Mapping[str, float]
+
+
+def snapshot(cache_dir: Path) -> dict[str, Key]:
+    """Complete cache entries by directory name, each with :func:`instantiation` of its source."""
+    found = {}
+    for cubin in sorted(Path(cache_dir, "cache").glob("kernel.*/kernel.cubin")):
+        found[cubin.parent.name] = instantiation((cubin.parent / "kernel.cu").read_text())
+    return found
+
+
+def instantiation(source: str) -> Key:
+    """``deep_gemm``, the name of the kernel template of ``source`` and its arguments, without namespaces.
+
+    Raises:
+        ValueError: there is no instantiation, or more than one.
+    """
+    found = list(_INSTANTIATION.finditer(source))
+    if len(found) != 1:
+        raise ValueError(f"a DeepGEMM source must instantiate 1 kernel, got {len(found)}")
+    words = (word.strip().rpartition("::")[2] for word in found[0]["arguments"].split(","))
+    return ("deep_gemm", found[0]["name"], *(int(w) if re.fullmatch(r"-?\d+", w) else w for w in words))
+
+
+def counter(cache_dir: Path) -> Callable[[], dict[str, KeyCounts]]:
+    """A counter for the JIT monitor: compilations by cache entry. Loads from disk leave no trace in this process."""
+
+    def count() -> dict[str, KeyCounts]:
+        return {
+            "/".join(map(str, key[1:])): KeyCounts(1, 0, _seconds(Path(cache_dir, "cache", entry)))
+            for entry, key in snapshot(cache_dir).items()
+        }
+
+    return count
+
+
+def _seconds(entry: Path) -> float:
+    """From writing the source to writing the binary."""
+    return max(0.0, (entry / "kernel.cubin").stat().st_mtime - (entry / "kernel.cu").stat().st_mtime)
+
+
+# ---- a child ---------------------------------------------------------------------------------------------------------
+
+
+def announce(key: Key) -> None:
+    """Called by a child's program before each call; a call must have finished before the next one is announced."""
+    ctypes.CDLL(None).fflush(None)  # DeepGEMM prints through C, whose buffer is not Python's
+    print(_MARK, json.dumps(key), flush=True)
+
+
+def observe(program: Sequence[str], cache_dir: Path, *, timeout: float, cwd: Path | None = None) -> Observation:
+    """Run ``python *program`` with ``cache_dir`` as DeepGEMM's cache and report its calls; see :func:`announce`.
+
+    Raises:
+        RuntimeError: the child failed; the message ends with its output.
+        subprocess.TimeoutExpired: it took longer than ``timeout`` seconds.
+    """
+    before = snapshot(cache_dir)
+    settings = {"DG_JIT_CACHE_DIR": str(cache_dir), "DG_JIT_PRINT_LOAD_TIME": "1"}
+    command = ["/usr/bin/env", *(f"{name}={value}" for name, value in settings.items()), sys.executable, *program]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False)
+    if child.returncode:
+        tail = (child.stdout + child.stderr)[-2000:]
+        raise RuntimeError(f"the child must succeed, got exit status {child.returncode}: {tail}")
+    return parse(child.stdout, before=before, after=snapshot(cache_dir))
+
+
+def parse(output: str, *, before: Mapping[str, Key], after: Mapping[str, Key]) -> Observation:
+    """The observation from a child's standard output and the snapshots around it.
+
+    Raises:
+        ValueError: something was loaded before the first announcement.
+    """
+    calls: list[tuple[Key, list[str]]] = []
+    load_ms = {}
+    for line in output.splitlines():
+        if line.startswith(_MARK):
+            calls.append((tuple(json.loads(line[len(_MARK) :])), []))
+        elif load := _LOAD.match(line):
+            if not calls:
+                raise ValueError(f"a load must belong to an announced call, got {line!r} before the first one")
+            entry = os.path.basename(load["entry"])
+            calls[-1][1].append(entry)
+            load_ms[entry] = float(load["ms"])
+    return Observation(
+        calls=tuple(Call(key, tuple(loaded)) for key, loaded in calls),
+        compiled=frozenset(after.keys() - before.keys()),
+        kernels=dict(after),
+        load_ms=load_ms,
+    )
+
+
+def confirm(observation: Observation) -> dict[Key, str]:
+    """Cache entry by key, if keys and kernels correspond one to one.
+
+    Raises:
+        KeyModelError: a key stands for several kernels, several keys for one, a key differs from what was built, or a
+            kernel was compiled that no announced call loaded; the message names the first.
+    """
+    found: dict[Key, str] = {}
+    for call in observation.calls:
+        if call.key in found:
+            if call.loaded:
+                raise KeyModelError(f"key {call.key} must stand for 1 kernel, got {found[call.key]} and {call.loaded}")
+            continue
+        if len(call.loaded) != 1:
+            what = call.loaded or "none: another key stands for the same one"
+            raise KeyModelError(f"a first call under key {call.key} must load 1 kernel, got {what}")
+        (found[call.key],) = call.loaded
+        built = observation.kernels.get(call.loaded[0])
+        if built != call.key:
+            raise KeyModelError(f"key must name what was built, {built}, got {call.key}")
+    surplus = observation.compiled - set(found.values())
+    if surplus:
+        raise KeyModelError(f"every compilation must belong to a call, got {sorted(surplus)}")
+    return found
