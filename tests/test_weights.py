@@ -82,7 +82,7 @@ def test_every_kernel_tensor(stored, numerics, dtype):
     for key, got in weights.items():
         if key.endswith("wkv_gate"):
             prefix = key.removesuffix("wkv_gate")
-            expected = torch.cat([stored[f"{prefix}wkv.weight"], stored[f"{prefix}wgate.weight"]]).float()
+            expected = torch.cat([stored[f"{prefix}wkv.weight"], stored[f"{prefix}wgate.weight"]]).to(dtype)
         elif key.endswith("wo_a.weight"):
             expected = dense(stored, key.removesuffix(".weight")).view(2, 128, 1024).to(dtype)
         elif f"{key.removesuffix('.weight')}.scale" in weights or key.endswith(".scale"):
@@ -91,7 +91,7 @@ def test_every_kernel_tensor(stored, numerics, dtype):
         elif key.endswith("tid2eid"):
             expected = stored[key].to(torch.int32)
         else:
-            act = key == "embed.weight" or key.endswith("weights_proj.weight")
+            act = key in ("embed.weight", "head.weight") or key.endswith(("weights_proj.weight", "gate.weight"))
             expected = stored[key].to(dtype if act else torch.float32)
         assert same(got, expected), key
     assert len(weights) == 289
@@ -127,8 +127,8 @@ def test_flash_layout():
     assert found["layers.3.ffn.experts.w13.scale"] == ((256, 4096, 128), torch.uint8)
     assert found["layers.3.ffn.experts.w2.weight"] == ((256, 4096, 1024), torch.uint8)
     assert found["layers.3.ffn.shared_experts.w13.scale"] == ((32, 32), torch.float32)
-    assert found["layers.2.attn.compressor.wkv_gate"] == ((2048, 4096), torch.float32)
-    assert found["layers.3.attn.compressor.wkv_gate"] == ((1024, 4096), torch.float32)
+    assert found["layers.2.attn.compressor.wkv_gate"] == ((2048, 4096), torch.bfloat16)
+    assert found["layers.3.attn.compressor.wkv_gate"] == ((1024, 4096), torch.bfloat16)
     assert found["layers.0.attn.wo_a.weight"] == ((8, 1024, 4096), torch.bfloat16)
     assert found["mtp.0.e_proj.scale"] == ((32, 32), torch.float32)
 
