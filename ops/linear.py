@@ -42,7 +42,7 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     g = torch.Generator(device="cpu").manual_seed(seed)
     x = torch.randn(num_tokens, shape.hidden, generator=g).to(device, dtype)
     weight = torch.randn(shape.num_experts, shape.hidden, generator=g) * shape.hidden**-0.5
-    return (x, weight.to(device)), {"dtype": torch.float32, "deterministic": True}
+    return (x, weight.to(device, dtype)), {"dtype": torch.float32, "deterministic": True}
 
 
 def cuda(x: torch.Tensor, weight: torch.Tensor, *, dtype: torch.dtype, deterministic: bool) -> torch.Tensor:

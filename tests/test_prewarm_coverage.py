@@ -34,8 +34,10 @@ def test_every_launch_is_prewarmed(spec, shape):
     warm = set().union(*(launched(spec, *case.arguments()) for case in spec.cuda_cases(shape, CPU, MAX_TOKENS)))
     assert warm, f"{spec.name} prewarms nothing"
     for num_tokens in TOKEN_COUNTS if shape is nano else TOKEN_COUNTS[:6]:
-        cold = launched(spec, *contract.example(spec, shape, num_tokens, torch.bfloat16)) - warm
-        assert not cold, f"T = {num_tokens} would compile {sorted(map(str, cold))}"
+        args, kwargs = contract.example(spec, shape, num_tokens, torch.bfloat16)
+        for mode in ({"deterministic": d} for d in (False, True)) if "deterministic" in kwargs else ({},):
+            cold = launched(spec, args, kwargs | mode) - warm
+            assert not cold, f"T = {num_tokens} {mode} would compile {sorted(map(str, cold))}"
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)

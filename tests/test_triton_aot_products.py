@@ -53,6 +53,10 @@ def test_flash(arch):
             assert "mma.sync" not in kernel.asm["ptx"].replace("wgmma.mma_async.sync", "")
             assert "cp.async.cg.shared.global" in kernel.asm["ptx"] and "st.global.v4" in kernel.asm["ptx"]
             assert kernel.metadata.shared <= 227 * 1024
+        if key[0].startswith("few_rows"):  # 16 rows of weight are too few for wgmma
+            assert "mma.sync.aligned.m16n8k16" in kernel.asm["ptx"]
+            assert "cp.async.cg.shared.global" in kernel.asm["ptx"]
+            assert kernel.metadata.shared <= 57 * 1024  # four programs per multiprocessor
 
 
 @pytest.mark.slow
