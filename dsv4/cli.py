@@ -290,7 +290,7 @@ def prewarm(
 ) -> None:
     """Compile and load every kernel of a model; needs no weights."""
     from .config import ModelConfig
-    from .start_up import warm_kernels
+    from .prewarming import warm_kernels
 
     more = {"token_budget": token_budget, "expert_weights": expert_weights}
     settings = _settings(numerics, False, "off", device, None, **more)

@@ -1,13 +1,17 @@
-"""The engine: loads a checkpoint, starts the model up, and serves prompts with continuous batching."""
+"""The engine: loads a checkpoint, starts the model up, and serves prompts with continuous batching.
+
+An engine is a context manager; its end frees graphs and caches. Several may live in one process, each with a share of
+the device's memory (``gpu_memory_utilization`` or ``num_blocks``).
+"""
 
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from .caches import allocate_caches
 from .checkpoint import Checkpoint
 from .completion import Completion, RunStats, Timings, TokenEvent
 from .config import ModelConfig
@@ -19,7 +23,7 @@ from .prewarming import warm_loaded
 from .runner import Runner
 from .sampling import SamplingParams
 from .start_up import CompileReport, StartUp, start_up
-from .step_loop import StepLoop, cache_pages
+from .step_loop import StepLoop
 from .step_plan import Request
 from .tokenizer import StreamDecoder, Tokenizer
 from .weights import load_weights
@@ -57,7 +61,7 @@ class Engine:
 
     Attributes:
         config: the model's config.
-        settings: the engine's settings.
+        settings: the engine's settings, with the number of cache blocks that start-up decided on.
         runner: the model with its caches; ``dsv4.evaluate`` works on it while no prompt is being served, at the cost of
             the prefixes that could have been reused.
         tokenizer: text and ids; ``None`` for a checkpoint without one.
@@ -78,40 +82,54 @@ class Engine:
         self.config, self.settings, self.runner = config, settings, runner
         self.tokenizer, self.timings, self.started = tokenizer, timings, started
         self.loop = StepLoop(runner, config, settings)
-        self._num_requests = 0
+        self._num_requests, self._closed = 0, False
 
     @classmethod
     def from_checkpoint(
         cls, path: str | Path, settings: EngineConfig | None = None, *, progress: bool = True
     ) -> "Engine":
-        """Load, then compile.
+        """Load, then start up; see ``dsv4.start_up``.
 
         Args:
             path: checkpoint directory in the official layout; its tokenizer is used when there is one.
             settings: defaults are :class:`EngineConfig`'s.
-            progress: show a progress bar on stderr while loading.
+            progress: show progress on stderr: loading, prewarm and capture.
 
         Raises:
-            ValueError: a checkpoint or setting that breaks a rule; nothing is left half-loaded.
+            ValueError: a checkpoint or setting that breaks a rule, or caches that do not fit; nothing is left
+                half-loaded.
+            CaptureError: as :meth:`from_model`.
         """
         settings, path = settings or EngineConfig(), Path(path)
         config = ModelConfig.from_json(path)
         _check_settings(config, settings)
         tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
-        started, execution = time.perf_counter(), settings.execution
+        started, execution, warmed = time.perf_counter(), settings.execution, 0.0
+
+        def prewarm(_: object) -> None:
+            nonlocal warmed
+            began = time.perf_counter()
+            warm_loaded(config, settings)
+            warmed = time.perf_counter() - began
+
         weights = load_weights(
             Checkpoint.open(path), config, settings.numerics, dtype=execution.dtype, device=settings.device,
-            progress=progress, expert_weights=settings.expert_weights,
-            on_loaded=lambda weights: warm_loaded(config, settings),
+            progress=progress, expert_weights=settings.expert_weights, on_loaded=prewarm,
         )  # fmt: skip
         model = DeepseekV4(config, execution, weights, max_positions=settings.max_blocks * BLOCK_TOKENS)
-        loaded = time.perf_counter() - started
-        logger.info("loaded %s in %.1f s", path, loaded)
-        return cls.from_model(model, settings, tokenizer, load_seconds=loaded)
+        before = {"load": time.perf_counter() - started - warmed, "prewarm": warmed}
+        logger.info("loaded %s in %.1f s", path, before["load"])
+        return cls._start(model, settings, tokenizer, before, progress=progress)
 
     @classmethod
     def from_model(
-        cls, model: DeepseekV4, settings: EngineConfig, tokenizer: Tokenizer | None = None, *, load_seconds: float = 0.0
+        cls,
+        model: DeepseekV4,
+        settings: EngineConfig,
+        tokenizer: Tokenizer | None = None,
+        *,
+        progress: bool = True,
+        **start_up_options: Any,
     ) -> "Engine":
         """Serve a model built elsewhere, whose ``execution`` must be that of ``settings``.
 
@@ -119,34 +137,56 @@ class Engine:
             model: with RoPE tables for ``settings.max_seq_len``, rounded up to a multiple of 256.
             settings: how to compile, cache and schedule.
             tokenizer: without one, prompts are token ids and completions have no text.
-            load_seconds: for :attr:`timings`.
+            progress: show progress on stderr: prewarm and capture.
+            start_up_options: ``hardware``, ``group``, ``store`` and ``timeout`` of ``dsv4.start_up.start_up``.
+
+        Raises:
+            ValueError: a setting that breaks a rule, or caches that do not fit into free memory.
+            CaptureError: a step could not be captured. Nothing stays allocated: an engine with ``graphs="off"`` can be
+                made of the same model. With ``graphs="auto"`` a lack of memory is no error but
+                ``started.capture_error``, and steps run eagerly.
         """
-        config = model.config
-        _check_settings(config, settings)
+        return cls._start(model, settings, tokenizer, {}, progress=progress, **start_up_options)
+
+    @classmethod
+    def _start(
+        cls,
+        model: DeepseekV4,
+        settings: EngineConfig,
+        tokenizer: Tokenizer | None,
+        before: dict[str, float],
+        **options: Any,
+    ) -> "Engine":
+        _check_settings(model.config, settings)
         if model.execution != settings.execution:
             raise ValueError(f"the model's execution must be {settings.execution}, got {model.execution}")
-        num_blocks, num_window_pages = cache_pages(settings, config.sliding_window)
-        caches = allocate_caches(
-            config,
-            settings.execution,
-            num_blocks=num_blocks,
-            num_window_pages=num_window_pages,
-            num_slots=settings.max_requests,
-            storage=settings.storage,
-            max_draft=settings.draft_tokens,
-            device=settings.device,
-        )
-        logger.info("caches take %.2f GiB", caches.bytes() / 2**30)
-        runner = Runner.eager(model, caches, settings.max_blocks)
-        started = start_up(runner, settings)
+        runner, started = start_up(model, settings, before={n: s for n, s in before.items() if s}, **options)
         seconds = [report.seconds for report in started.compile_reports.values()]
         timings = Timings(
-            load_seconds=load_seconds,
+            load_seconds=before.get("load", 0.0),
             trace_seconds=sum(s.trace for s in seconds),
             compile_seconds=sum(s.compile for s in seconds),
             piece_load_seconds=sum(s.load for s in seconds),
         )
-        return cls(config, settings, runner, tokenizer, timings, started)
+        assert started.caches is not None
+        settings = replace(settings, num_blocks=started.caches.num_blocks)
+        return cls(model.config, settings, runner, tokenizer, timings, started)
+
+    def close(self) -> None:
+        """Free graphs, pools and caches. The model stays usable; this engine does not. May be called twice."""
+        if self.loop.has_work:
+            raise RuntimeError("an engine must be idle to be closed, got one with unfinished prompts")
+        self._closed = True
+        self.started.close()
+        self.runner.close()
+        self.loop.reset()  # snapshots of reusable prefixes
+        self.started.release_cached()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def compile_reports(self) -> dict[str, CompileReport]:
@@ -214,6 +254,8 @@ class Engine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params must have one entry per prompt, {len(prompts)}, got {len(each)}")
+        if self._closed:
+            raise RuntimeError("an engine must be open to serve prompts, got one that was closed")
         if self.loop.has_work:
             raise RuntimeError("an engine must serve one batch at a time, got another while a stream is open: close it")
         live: dict[str, _Live] = {}

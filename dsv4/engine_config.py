@@ -26,7 +26,9 @@ class EngineConfig:
             between them, ``full`` compiles the whole graph as one piece.
         graphs: CUDA graphs of steps: ``piecewise`` captures the compiled pieces and runs boundary ops between them,
             ``full`` captures whole steps, ``auto`` is ``full`` wherever every op can be captured; ``off`` is the only
-            choice on the CPU.
+            choice on the CPU. ``None`` means ``auto`` on CUDA and ``off`` on the CPU. When device memory does not
+            suffice for the capture, ``auto`` logs an error and runs steps eagerly (``engine.started.capture_error``);
+            ``piecewise`` and ``full`` raise.
         prewarm: compile and load every kernel before anything is captured or served (CUDA only).
         prewarm_workers: threads that compile kernels.
         mhc_backend: kernels of the hyper-connection ops; one choice per process (CUDA only).
@@ -37,7 +39,11 @@ class EngineConfig:
         compile_cache: directory of compiled pieces kept across processes; ``None`` disables it.
         cache_storage: cache row format; ``None`` means fp32 for fp32 activations, bf16 otherwise.
         max_seq_len: longest sequence in tokens, prompt and completion together.
-        num_blocks: physical 256-token cache blocks; ``None`` means enough for ``max_requests`` full sequences.
+        num_blocks: physical 256-token cache blocks; must fit into free memory. ``None`` means, on CUDA, as many as
+            ``gpu_memory_utilization`` leaves room for once graphs are known, and on the CPU enough for
+            ``max_requests`` full sequences.
+        gpu_memory_utilization: share of the device's memory that may be in use, by whomever, once the caches are sized
+            from free memory.
         max_requests: requests running at once.
         token_budget: most rows of one step.
         chunk_tokens: most prefill rows of one request in one step.
@@ -49,7 +55,7 @@ class EngineConfig:
     deterministic: bool = False
     device: str = "cpu"
     compile: CompileMode = "piecewise"
-    graphs: GraphMode = "off"
+    graphs: GraphMode | None = None
     prewarm: bool = True
     prewarm_workers: int = 8
     mhc_backend: MhcBackend = "triton"
@@ -60,6 +66,7 @@ class EngineConfig:
     cache_storage: CacheStorage | None = None
     max_seq_len: int = 4096
     num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
     max_requests: int = 8
     token_budget: int = 1024
     chunk_tokens: int = 256
@@ -78,11 +85,11 @@ class EngineConfig:
             ("gemm_backend", GemmBackend),
             ("expert_weights", ExpertWeights),
         ):
-            if getattr(self, name) not in get_args(choices):
+            if getattr(self, name) not in get_args(choices) and (name, getattr(self, name)) != ("graphs", None):
                 raise ValueError(f"{name} must be one of {list(get_args(choices))}, got {getattr(self, name)!r}")
         if self.expert_weights == "fp8" and self.numerics != "official":
             raise ValueError(f"expert_weights 'fp8' must come with numerics 'official', got {self.numerics!r}")
-        if self.graphs != "off" and device.type != "cuda":
+        if self.graphs not in ("off", None) and device.type != "cuda":
             raise ValueError(f"graphs must be 'off' on {self.device}, got {self.graphs!r}")
         if self.graphs == "piecewise" and self.compile != "piecewise":
             raise ValueError(f"graphs 'piecewise' must come with compile 'piecewise', got {self.compile!r}")
@@ -99,6 +106,9 @@ class EngineConfig:
             _check_positive(name, getattr(self, name))
         if self.num_blocks is not None:
             _check_positive("num_blocks", self.num_blocks)
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
         if type(self.draft_tokens) is not int or not 0 <= self.draft_tokens <= 7:
             raise ValueError(f"draft_tokens must be in [0, 7], got {self.draft_tokens}")
         if self.token_budget < self.max_requests * (1 + self.draft_tokens):
@@ -115,6 +125,16 @@ class EngineConfig:
     @property
     def storage(self) -> CacheStorage:
         return self.cache_storage or ("fp32" if self.execution.dtype == torch.float32 else "bf16")
+
+    @property
+    def graph_mode(self) -> GraphMode:
+        """``graphs``, or the device's default."""
+        return self.graphs or ("auto" if torch.device(self.device).type == "cuda" else "off")
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a step; a draft step adds the last row of each reused prefix to those of its step."""
+        return self.token_budget + (self.max_requests if self.draft_tokens and self.prefix_reuse else 0)
 
     @property
     def max_blocks(self) -> int:

@@ -12,12 +12,12 @@ from . import ops
 from .caches import allocate_caches
 from .checkpoint import DTYPES, expected_tensors
 from .compile import compile_model
+from .compile_stage import mark_step_sizes
 from .config import ModelConfig
 from .engine_config import CompileMode
 from .execution import Execution, NumericsMode
 from .model import DeepseekV4
 from .runner import Runner, Sequence
-from .start_up import mark_step_sizes
 from .weights import meta_weights
 
 SWEEP = ((0, 0, 0), (1, 1, 1), (2, 1, 1), (7, 7, 7), (13, 2, 0), (64, 2, 2), (257, 3, 5))

@@ -1,4 +1,4 @@
-"""Progress of the prewarm on stderr: a bar on a terminal, else one line per key."""
+"""Progress of the prewarm and of the capture on stderr: a bar on a terminal, else one line per item."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +14,8 @@ from rich.progress import (
 )
 
 
-class KeyProgress(Protocol):
-    """What is shown of one change of one key; see ``dsv4.graphs.warmer.PrewarmProgress``."""
+class ItemProgress(Protocol):
+    """What is shown of one change of one item: a key (``dsv4.graphs.warmer.PrewarmProgress``) or a bucket."""
 
     @property
     def key(self) -> str: ...
@@ -33,15 +33,21 @@ class KeyProgress(Protocol):
     def seconds(self) -> float: ...
 
 
+Show = Callable[[ItemProgress], None]
+
+
 @contextmanager
-def prewarm_progress(console: Console | None = None) -> Iterator[Callable[[KeyProgress], None]]:
-    """The yielded function shows one change; a key is shown when it starts, because it may take long."""
+def stage_progress(stage: str, console: Console | None = None, *, enabled: bool = True) -> Iterator[Show]:
+    """The yielded function shows one change; an item is shown when it starts, because it may take long."""
     console = console or Console(stderr=True)
+    if not enabled:
+        yield lambda event: None
+        return
     if not console.is_terminal:
-        yield lambda event: _line(console, event)
+        yield lambda event: _line(stage, console, event)
         return
     columns = (
-        TextColumn("prewarm"),
+        TextColumn(stage),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -50,14 +56,21 @@ def prewarm_progress(console: Console | None = None) -> Iterator[Callable[[KeyPr
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=None)
 
-        def show(event: KeyProgress) -> None:
+        def show(event: ItemProgress) -> None:
             text = f"{event.key} (another process compiles it)" if event.state == "waiting" else event.key
             bar.update(task, completed=event.num_done, total=event.num_keys, description=text)
 
         yield show
 
 
-def _line(console: Console, event: KeyProgress) -> None:
+@contextmanager
+def prewarm_progress(console: Console | None = None) -> Iterator[Show]:
+    """:func:`stage_progress` of the prewarm."""
+    with stage_progress("prewarm", console) as show:
+        yield show
+
+
+def _line(stage: str, console: Console, event: ItemProgress) -> None:
     took = f" {event.seconds:.1f} s" if event.state == "done" else ""
-    text = f"prewarm {event.num_done}/{event.num_keys} {event.state} {event.key}{took}"
+    text = f"{stage} {event.num_done}/{event.num_keys} {event.state} {event.key}{took}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -83,7 +83,7 @@ def warm_kernels(
     }
     with prewarm_progress() as progress:
         report = prewarm(
-            prewarm_cases(config, device, settings.token_budget, settings.expert_weights),
+            prewarm_cases(config, device, settings.max_rows, settings.expert_weights),
             run=run_case,
             is_warm=_runtime.is_warm,
             mark_warm=_runtime.mark_warm,

@@ -6,6 +6,7 @@ methods or compiled ones. A :class:`Sequence` is one request's pages, for caller
 
 from collections.abc import Callable, Sequence as Rows
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -45,9 +46,24 @@ class Runner:
             raise ValueError(f"the model's max_positions must be at least {max_blocks * BLOCK_TOKENS}, got {rows}")
         return cls(model, caches, max_blocks, model.forward_streams, model.forward_mtp)
 
+    def close(self) -> None:
+        """Drop the caches and both functions; the model stays as it is. No step can run afterwards."""
+
+        def closed(*_: object) -> NoReturn:
+            raise RuntimeError("a step must run on a runner that is open, got one that was closed")
+
+        self.step = self.draft = closed
+        self.caches = ModelCaches([], [], torch.empty(0), [], [])
+
     @property
     def max_tokens(self) -> int:
         return self.max_blocks * BLOCK_TOKENS
+
+    def empty_streams(self, rows: int) -> torch.Tensor:
+        """Memory for residual streams ``[rows, M, D]``."""
+        config, embed = self.model.config, self.model.embed
+        shape = (rows, config.hc_mult, config.hidden_size)
+        return torch.empty(shape, dtype=self.model.execution.dtype, device=embed.device)
 
     def inputs(self, segments: Rows[Segment], **pads: int) -> StepInputs:
         self.num_inputs += 1

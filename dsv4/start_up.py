@@ -1,58 +1,68 @@
-"""Start-up of a loaded model: prewarm kernels, compile pieces, capture graphs, in this order.
+"""Start-up of a loaded model, in this order: prewarm kernels, compile pieces, meet the other ranks, warm every bucket,
+capture the largest one on trial, size and allocate the caches, capture, ready.
 
-This module, ``prewarming.py`` and ``inspection.py`` are the only ones of ``dsv4`` that import the compile and graphs
-packages; everything else runs eagerly, traced or captured alike. On the CPU only the compile stage has work to do.
+Kernels compile before anything measures memory, pieces compile before any collective runs, and the caches get what is
+really free once it is known what capture takes. Graphs hold the caches' addresses, so capture comes last. Until the
+caches have their size, small ones stand in for them.
+
+Stages live in ``prewarming``, ``compile_stage``, ``cache_sizing`` and ``capture_stage``. On the CPU, whose references
+have nothing to warm or capture, only compilation and the caches are left of them.
 """
 
-import hashlib
 import logging
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
 
-import torch
+import torch.distributed as dist
 
-from . import ops
-from .caches import ModelCaches
-from .compile import CompiledModel, CompileReport, compile_model, mark_unbacked_sizes
+from .cache_sizing import CachePlan, DeviceMemory, cache_bytes, plan_cache
+from .caches import ModelCaches, allocate_caches
+from .capture_stage import capture_all, captured_steps, install
+from .compile import CompiledModel, CompileReport
+from .compile_stage import compile_functions
 from .engine_config import EngineConfig
-from .graphs.buckets import Ladder
-from .graphs.capture import CapturedStep, CaptureReport
-from .graphs.device_graphs import CudaGraphs
+from .graphs.capture import CapturedStep, CaptureReport, TrialReport
+from .graphs.jit_monitor import JitMonitor
+from .graphs.pieces import CaptureMemoryError
 from .graphs.prewarm import PrewarmReport
-from .graphs.static_inputs import Extent, StaticInputs
-from .inputs import StepInputs
-from .prewarming import choose_backends, disarm, warm_kernels
-from .runner import Runner, Sequence as PlacedSequence
+from .graphs.ranks import Ranks
+from .hardware import Hardware, hardware_of
+from .model import DeepseekV4
+from .prewarm_progress import stage_progress
+from .runner import Runner
+from .step_loop import cache_pages
 
 logger = logging.getLogger(__name__)
 
-_CACHE_FIELDS = ("window", "entries", "index_entries", "state", "index_state")
-_ROWS, _REQUESTS = Extent("tokens"), Extent("requests")
-_EXTENTS = {
-    "token_ids": _ROWS,
-    "positions": _ROWS,
-    "row_requests": _ROWS,
-    "window_slots": _ROWS,
-    "query_starts": Extent("requests", 1),
-    "seq_lens": _REQUESTS,
-    "block_tables": _REQUESTS,
-    "window_tables": _REQUESTS,
-    "state_slots": _REQUESTS,
-    "logit_rows": Extent("logits"),
-}
-_PADS: dict[str, int | str] = {
-    "token_ids": -1,
-    "positions": -1,
-    "row_requests": -1,
-    "window_slots": -1,
-    "query_starts": "num_valid",
-    "seq_lens": 0,
-    "block_tables": -1,
-    "window_tables": -1,
-    "state_slots": -1,
-    "logit_rows": 0,
-}
+MIB = 2**20
+LATE_SECONDS = 1.0
+"""Nothing may compile for longer than this once the ranks have met."""
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One line of the start-up table. ``keys``: of kernels, or compiled pieces; ``mib``: memory that stays taken."""
+
+    stage: str
+    seconds: float
+    keys: int | None
+    graphs: int | None
+    mib: float | None
+
+
+@dataclass(frozen=True)
+class LateCompilation:
+    """What compiled, or was loaded from disk, after the ranks had met and before the engine was ready."""
+
+    library: str
+    key: str
+    compilations: int
+    loads: int
+    seconds: float
 
 
 @dataclass
@@ -60,151 +70,274 @@ class StartUp:
     """What start-up did.
 
     Attributes:
-        seconds: per stage: ``prewarm``, ``compile``, ``capture``; a stage without work is absent.
-        prewarm: report of the prewarm; ``None`` on the CPU, whose references have nothing to warm.
+        seconds: per stage, in order: ``load``, ``prewarm``, ``compile``, ``barrier``, ``warm``, ``trial``, ``empty``,
+            ``caches``, ``capture``; a stage without work is absent.
+        weight_bytes: of the model.
+        prewarm: report of the prewarm; ``None`` on the CPU, and when the settings switch it off.
         compiled: by function (``step``, ``draft``).
-        captured: the step that replays graphs; ``None`` without graphs.
+        trials: by function, what the capture of its largest bucket took.
+        caches: how the caches got their size.
+        captured: by function, what replays its graphs; empty without graphs.
+        capture_error: why there are no graphs although ``graphs`` was ``auto``: device memory ran out. Steps then run
+            eagerly, each with this reason in ``captured[...].last_path``. Any other choice raises it.
+        late_compilations: see :class:`LateCompilation`.
+        ready_at: seconds since the epoch; whatever compiles from then on compiles while somebody waits.
+        hardware: where it ran; ``None`` for the CPU.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
+    weight_bytes: int = 0
     prewarm: PrewarmReport | None = None
     compiled: dict[str, CompiledModel] = field(default_factory=dict)
-    captured: CapturedStep | None = None
+    trials: dict[str, TrialReport] = field(default_factory=dict)
+    caches: CachePlan | None = None
+    captured: dict[str, CapturedStep] = field(default_factory=dict)
+    capture_error: CaptureMemoryError | None = None
+    late_compilations: tuple[LateCompilation, ...] = ()
+    ready_at: float = 0.0
+    hardware: Hardware | None = None
 
     @property
     def compile_reports(self) -> dict[str, CompileReport]:
         return {name: compiled.report for name, compiled in self.compiled.items()}
 
     @property
-    def capture_report(self) -> CaptureReport | None:
-        return None if self.captured is None else self.captured.report
+    def capture_reports(self) -> dict[str, CaptureReport]:
+        return {name: step.report for name, step in self.captured.items() if step.report is not None}
+
+    def table(self) -> list[StageRow]:
+        """One row per stage in order; capture has one per function."""
+        rows = []
+        for stage, seconds in self.seconds.items():
+            keys = mib = None
+            if stage == "load":
+                mib = self.weight_bytes / MIB
+            elif stage == "prewarm":
+                keys = len(self.prewarm.keys) if self.prewarm is not None else None
+            elif stage == "compile":
+                keys = sum(report.num_distinct_pieces for report in self.compile_reports.values())
+            elif stage == "caches":
+                mib = self.caches.cache_bytes / MIB if self.caches is not None else None
+            if stage != "capture":
+                rows.append(StageRow(stage, seconds, keys, None, mib))
+                continue
+            reports = self.capture_reports
+            rows += [StageRow(f"capture {n}", r.capture_seconds, None, r.graphs, r.mib) for n, r in reports.items()]
+            if not reports:
+                rows.append(StageRow("capture", seconds, None, 0, 0.0))
+        return rows
+
+    def close(self) -> None:
+        """Free all graphs and their pools."""
+        for step in self.captured.values():
+            step.close()
+
+    def release_cached(self) -> None:
+        """Give memory that the allocator caches back to the device."""
+        if self.hardware is not None:
+            self.hardware.release_cached()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage; its seconds add up."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
-def start_up(runner: Runner, settings: EngineConfig) -> StartUp:
-    """Run the stages for ``runner`` and install the step functions that they made."""
-    started = StartUp()
-    device = torch.device(settings.device)
-    choose_backends(settings)
-    if device.type == "cuda" and settings.prewarm:
-        with _timed(started, "prewarm"):
-            started.prewarm = warm_kernels(runner.model.config, settings)
-    else:
-        disarm(runner.model)  # the caller wants cold kernels to compile when they are first used
-    if settings.compile != "off":
-        with _timed(started, "compile"):
-            started.compiled = _compile(runner, settings)
-    if settings.graphs != "off":
-        with _timed(started, "capture"):
-            started.captured = _capture(runner, settings, started)
-    return started
+def start_up(
+    model: DeepseekV4,
+    settings: EngineConfig,
+    *,
+    before: dict[str, float] | None = None,
+    progress: bool = True,
+    hardware: Hardware | None = None,
+    group: dist.ProcessGroup | None = None,
+    store: dist.Store | None = None,
+    timeout: timedelta = timedelta(minutes=30),
+) -> tuple[Runner, StartUp]:
+    """Run the stages; returns a runner whose functions are the ones that they made, and what they did.
+
+    Args:
+        model: loaded, with RoPE tables for ``settings.max_blocks`` blocks.
+        settings: the engine's settings.
+        before: seconds of stages that ran before, by name (``load``, ``prewarm``).
+        progress: show progress of prewarm and capture on stderr.
+        hardware: default: that of ``settings.device``.
+        group: ranks that must agree and wait for each other; default: all ranks of ``torch.distributed`` where it is in
+            use and the device has kernels.
+        store: in place of the store of ``group``.
+        timeout: longest wait for another rank.
+
+    Raises:
+        CaptureError: a function could not be captured, with ``graphs`` ``full`` or ``piecewise`` also because memory
+            ran out; nothing stays allocated, and the model can be used again.
+        ValueError: the caches do not fit.
+        RuntimeError: another rank failed.
+    """
+    hardware = hardware or hardware_of(settings)
+    if group is None and hardware is not None:
+        group = _world()
+    ranks = Ranks.of(group, store, timeout)
+    weights = sum(b.nbytes for b in model.buffers())
+    started = StartUp(dict(before or {}), weight_bytes=weights, hardware=hardware)
+    runner = Runner.eager(model, _small_caches(model, settings), settings.max_blocks)
+    stages = _Stages(runner, settings, started, ranks, progress)
+    try:
+        if hardware is None:
+            stages.compile()
+            stages.allocate(None)
+        else:
+            stages.run(hardware, group, store)
+    except BaseException:
+        runner.close()  # the error's frames hold the runner, and a caller may start another engine while it has them
+        started.close()
+        started.release_cached()
+        raise
+    started.ready_at = time.time()
+    return runner, started
 
 
-class _timed:
-    def __init__(self, started: StartUp, stage: str) -> None:
-        self.started, self.stage = started, stage
-
-    def __enter__(self) -> None:
-        self.began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.started.seconds[self.stage] = time.perf_counter() - self.began
+def _world() -> dist.ProcessGroup | None:
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if several else None
 
 
-# ---- compile ---------------------------------------------------------------------------------------------------------
+def _small_caches(model: DeepseekV4, settings: EngineConfig) -> ModelCaches:
+    """Caches of the right types, for a trace and for steps of pad rows, which write nothing."""
+    return _allocate(model, settings, num_blocks=1, num_window_pages=1, num_slots=1)
 
 
-def compile_salt() -> str:
-    """Hash of everything a compiled piece depends on besides its graph and torch: op schemas and op sources."""
-    digest = hashlib.sha256()
-    for name, spec in sorted(ops.specs().items()):
-        digest.update(f"{name}{spec.schema}".encode())
-    for path in sorted(Path(ops.__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def mark_step_sizes(inputs: StepInputs, caches: ModelCaches) -> None:
-    """Mark the sizes that vary between steps (rows, requests, logit rows) and between engines (cache pages)."""
-    rows, requests = {0: "rows"}, {0: "requests"}
-    mark_unbacked_sizes(
-        inputs,
-        {
-            **dict.fromkeys(("token_ids", "positions", "row_requests", "window_slots"), rows),
-            **dict.fromkeys(("seq_lens", "block_tables", "window_tables", "state_slots"), requests),
-            "query_starts": 0,
-            "logit_rows": 0,
-        },
-    )
-    for layer in (*caches.layers, *caches.mtp):
-        used = [n for n, t in zip(_CACHE_FIELDS, layer.tensors(), strict=True) if t.shape[0]]
-        mark_unbacked_sizes(layer, {name: 0 for name in used})
-
-
-def _compile(runner: Runner, settings: EngineConfig) -> dict[str, CompiledModel]:
-    """Trace and compile the step function (and the draft function when drafting), and install them in ``runner``."""
-    cuts = ops.boundary_ops() if settings.boundary_ops is None else settings.boundary_ops
-    options = {
-        "boundary_ops": cuts if settings.compile == "piecewise" else (),
-        "mode": settings.compile,
-        "cache_dir": Path(settings.compile_cache) if settings.compile_cache else None,
-        "cache_salt": compile_salt(),
-    }
-    model, caches = runner.model, runner.caches
-    sequence = PlacedSequence()
-    inputs = runner.inputs([sequence.segment([0, 1, 2], (2,))], num_rows=4, num_requests=2)
-    mark_step_sizes(inputs, caches)
-    compiled = {"step": compile_model(model.forward_streams, **options)}
-    compiled["step"].prepare(inputs, caches)
-    runner.step = compiled["step"]
-    if settings.draft_tokens:
-        streams = model.embed_tokens(inputs.token_ids)
-        mark_unbacked_sizes(_Streams(streams), {"streams": {0: "rows"}})
-        compiled["draft"] = compile_model(model.forward_mtp, **options)
-        compiled["draft"].prepare(inputs, caches, streams)
-        runner.draft = compiled["draft"]
-    for name, each in compiled.items():
-        report = each.report
-        logger.info(
-            "%s: %d pieces, %d distinct, %d loaded from disk; trace %.1f s, compile %.1f s, load %.1f s",
-            name, report.num_pieces, report.num_distinct_pieces, report.cache_hits,
-            report.seconds.trace, report.seconds.compile, report.seconds.load,
-        )  # fmt: skip
-    return compiled
+def _allocate(model: DeepseekV4, settings: EngineConfig, **sizes: int) -> ModelCaches:
+    return allocate_caches(
+        model.config, settings.execution, storage=settings.storage, max_draft=settings.draft_tokens,
+        device=settings.device, **sizes,
+    )  # fmt: skip
 
 
 @dataclass
-class _Streams:
-    streams: torch.Tensor
+class _Stages:
+    runner: Runner
+    settings: EngineConfig
+    started: StartUp
+    ranks: Ranks
+    progress: bool
 
+    def run(self, hardware: Hardware, group: dist.ProcessGroup | None, store: dist.Store | None) -> None:
+        started, done = self.started, False
 
-# ---- capture ---------------------------------------------------------------------------------------------------------
+        def prewarm() -> None:
+            nonlocal done
+            if not done:
+                with started.stage("prewarm"):
+                    started.prewarm = hardware.prewarm(self.runner.model, self.settings, group, store)
+            done = True
 
+        prewarm()
+        self.compile()
+        with JitMonitor(libraries=hardware.jit_libraries()) as monitor:
+            self._warm_to_capture(hardware, prewarm)
+        started.late_compilations = tuple(
+            LateCompilation(library, key, each.compilations, each.loads, each.seconds)
+            for library, keys in monitor.report().libraries.items()
+            for key, each in keys.items()
+        )
+        for late in started.late_compilations:
+            level = logging.WARNING if late.seconds > LATE_SECONDS else logging.INFO
+            logger.log(level, "%s compiled or loaded %s late, in %.2f s", late.library, late.key, late.seconds)
 
-def _capture(runner: Runner, settings: EngineConfig, started: StartUp) -> CapturedStep:
-    """Capture the step function for a ladder of buckets and let ``runner`` replay it."""
-    caches = runner.caches
-    ladder = Ladder.build(
-        settings.token_budget,
-        max_requests=settings.max_requests,
-        max_logits=settings.max_requests * (1 + settings.draft_tokens),
-    )
-    example = runner.inputs([PlacedSequence().segment([0, 1, 2], (2,))])
-    step = started.compiled["step"] if "step" in started.compiled else runner.model.forward_streams
-    captured = CapturedStep(
-        step,
-        StaticInputs(example, ladder, extents=_EXTENTS, pads=_PADS),
-        ladder,
-        CudaGraphs(settings.device),
-        arguments=lambda inputs: (inputs, caches),
-        trim=("logits", "tokens"),
-        mode=settings.graphs,
-        watch=lambda: (*caches.tensors(), *runner.model.buffers()),
-    )
+    def compile(self) -> None:
+        """Compile, and wait until every rank has: from here on collectives may run."""
 
-    def warm() -> None:
-        if settings.prewarm:  # a no-op when the prewarm stage has run, which this enforces
-            warm_kernels(runner.model.config, settings)
+        def compiled() -> None:
+            if self.settings.compile != "off":
+                with self.started.stage("compile"):
+                    self.started.compiled = compile_functions(self.runner, self.settings)
 
-    captured.capture(warm)
-    runner.step = lambda inputs, _caches: captured(inputs)
-    return captured
+        self._on_every_rank("compiled", compiled)
+
+    def _on_every_rank(self, name: str, call: Callable[[], Any]) -> list[Any]:
+        """Results of ``call`` by rank; if it failed anywhere, an error everywhere."""
+        result = failure = None
+        try:
+            result = call()
+        except Exception as error:
+            failure = error
+        with self.started.stage("barrier"):
+            told = None if failure is None else f"{type(failure).__name__}: {failure}"
+            answers = self.ranks.exchange(name, {"result": result, "error": told})
+        if failure is not None:
+            raise failure
+        failed = [f"rank {n}: {answer['error']}" for n, answer in enumerate(answers) if answer["error"] is not None]
+        if failed:
+            raise RuntimeError(f"every rank must start up, got {'; '.join(failed)}")
+        return [answer["result"] for answer in answers]
+
+    def _warm_to_capture(self, hardware: Hardware, prewarm: Callable[[], None]) -> None:
+        started, failure = self.started, None
+        with started.stage("warm"):
+            steps = captured_steps(self.runner, self.settings, hardware)
+            hardware.reset_peak()
+            for step in steps.values():
+                step.warm_up(prewarm)
+            transient = hardware.transient_bytes()
+        if hardware.graph_mode == "off":
+            steps = {}
+        else:
+            with started.stage("trial"), self._memory_errors(hardware, steps) as errors:
+                started.trials = {name: step.trial() for name, step in steps.items()}
+            failure = errors.get("capture")
+        with started.stage("empty"):
+            hardware.release_cached()
+        free, total = hardware.free_and_total_bytes()
+        graphs = sum(trial.expected_bytes(len(steps[n].ladder.buckets)) for n, trial in started.trials.items())
+        self.allocate(DeviceMemory(free=free, total=total, graphs=graphs, transient=transient))
+        if not steps:
+            return
+        if failure is None:
+            show = stage_progress("capture", enabled=self.progress)
+            with started.stage("capture"), self._memory_errors(hardware, steps) as errors, show as shown:
+                capture_all(steps, prewarm, shown)
+            failure = errors.get("capture")
+        started.captured, started.capture_error = steps, failure
+        install(self.runner, steps, failure)
+
+    @contextmanager
+    def _memory_errors(
+        self, hardware: Hardware, steps: dict[str, CapturedStep]
+    ) -> Iterator[dict[str, CaptureMemoryError]]:
+        """With ``auto``, a capture that ran out of memory is noted in the yielded dict; else it is the engine's end."""
+        noted: dict[str, CaptureMemoryError] = {}
+        try:
+            yield noted
+        except CaptureMemoryError as error:
+            if hardware.graph_mode != "auto":
+                raise
+            for step in steps.values():
+                step.close()
+            error.__cause__ = error.__context__ = None  # its frames hold tensors, and the text says it all
+            noted["capture"] = error.with_traceback(None)
+            logger.error("steps will run eagerly, which is slow, because their capture failed: %s", error)
+
+    def allocate(self, memory: DeviceMemory | None) -> None:
+        """Size the caches, alike on every rank, and put them in the place of the small ones."""
+        model, settings = self.runner.model, self.settings
+
+        def plan() -> int:
+            with self.started.stage("caches"):
+                self.started.caches = plan_cache(model.config, settings, memory)
+            return self.started.caches.num_blocks
+
+        num_blocks = min(self._on_every_rank("caches", plan))
+        with self.started.stage("caches"):
+            given = replace(settings, num_blocks=num_blocks)
+            self.started.caches = replace(
+                self.started.caches, num_blocks=num_blocks, cache_bytes=cache_bytes(model.config, settings, num_blocks)
+            )
+            blocks, pages = cache_pages(given, model.config.sliding_window)
+            self.runner.caches = _allocate(
+                model, settings, num_blocks=blocks, num_window_pages=pages, num_slots=settings.max_requests
+            )
+        logger.info("caches take %.2f GiB, %d blocks", self.runner.caches.bytes() / 2**30, blocks)

@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import ops
 from dsv4.compile import GraphBreakError, compile_model
+from dsv4.compile_stage import mark_step_sizes
 from dsv4.execution import Execution
 from dsv4.inputs import build_inputs
 from dsv4.inspection import meta_runner
 from dsv4.model import DeepseekV4
 from dsv4.runner import Runner, Sequence
-from dsv4.start_up import mark_step_sizes
 from dsv4.weights import meta_weights
 
 from .engines import greedy, make_engine, recorded_texts

@@ -6,9 +6,9 @@ from expecttest import assert_expected_inline
 
 from dsv4 import ops
 from dsv4.compile import compile_model, mark_unbacked_sizes
+from dsv4.compile_stage import mark_step_sizes
 from dsv4.inspection import inspect_model
 from dsv4.runner import Runner, Sequence
-from dsv4.start_up import mark_step_sizes
 
 from .conftest import NANO, ROOT
 

@@ -20,7 +20,11 @@ THIRD_PARTY = {
     "dsv4": {"torch", "numpy", "safetensors", "tokenizers", "rich", "typer"},
 }
 OURS = {"ops": {"ops"}, "compile": {"compile"}, "graphs": {"graphs"}, "dsv4": {"dsv4", "ops"}}
-MAY_COMPILE = {"dsv4/start_up.py", "dsv4/prewarming.py", "dsv4/inspection.py"}  # these also import compile and graphs
+# The stages of start-up, the device that they run on, and what describes a trace also import compile and graphs.
+MAY_COMPILE = {
+    f"dsv4/{name}.py"
+    for name in ("start_up", "prewarming", "compile_stage", "capture_stage", "hardware", "inspection")
+}
 PRIVATE_HOME = "compile/inductor.py"
 # Private names that have been stable since 2.0 and have no public spelling: the class of an op for type annotations
 # and isinstance, and the registration of dataclasses that a trace takes apart.

@@ -5,8 +5,8 @@ import torch
 
 from dsv4 import ops
 from dsv4.compile import compile_model
+from dsv4.compile_stage import mark_step_sizes
 from dsv4.runner import Runner, Sequence
-from dsv4.start_up import mark_step_sizes
 
 from .tiny_model import random_tokens
 

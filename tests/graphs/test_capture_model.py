@@ -5,11 +5,11 @@ import torch
 
 from dsv4 import ops
 from dsv4.compile import compile_model
+from dsv4.compile_stage import mark_step_sizes
 from dsv4.graphs.buckets import Ladder
 from dsv4.graphs.capture import CapturedStep
 from dsv4.graphs.static_inputs import Extent, StaticInputs
 from dsv4.runner import Sequence
-from dsv4.start_up import mark_step_sizes
 
 from .cpu_graphs import CpuGraphs
 from .toy_step import no_prewarm
