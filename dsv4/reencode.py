@@ -75,8 +75,9 @@ def _refusal(name: str, values: torch.Tensor, scale: torch.Tensor, lost: torch.T
     high, low = (int(scale[r, c // FP4_BLOCK]) for r, c in places)
     return (
         f"tensor {name} must fit e4m3 with one scale per 128 x 128 block to be kept as FP8, got in "
-        f"block [{top // WEIGHT_BLOCK}, {left // WEIGHT_BLOCK}] the values {_shown(values, places[0])} (scale byte {high}) "
-        f"and {_shown(values, places[1])} (scale byte {low}); expert_weights 'fp4' keeps it as it is"
+        f"block [{top // WEIGHT_BLOCK}, {left // WEIGHT_BLOCK}] the values {_shown(values, places[0])} "
+        f"(scale byte {high}) and {_shown(values, places[1])} (scale byte {low}); "
+        "expert_weights 'fp4' keeps it as it is"
     )
 
 

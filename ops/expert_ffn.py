@@ -15,7 +15,7 @@ Source: MoE and Expert of the official inference code.
 
 import torch
 
-from . import _experts
+from . import _backends, _experts
 from ._formats import encode_e8m0, pack_fp4, quantize_fp4
 from ._registry import Arguments, PrewarmCase, register
 from .quant_fp8 import reference as quant_fp8
@@ -144,19 +144,38 @@ def cuda(
     from . import expert_ffn_kernel
 
     out = _alloc(x, x_scale, ids, weights, w13, w13_scale, w2, w2_scale)
-    expert_ffn_kernel.run(x, x_scale, ids, weights, w13, w13_scale, w2, w2_scale, out, limit, deterministic)
+    if _by_deep_gemm(w13.dtype, out.shape[1], w13.shape[1] // 2):
+        from . import expert_ffn_deep_gemm_kernel
+
+        expert_ffn_deep_gemm_kernel.run(x, x_scale, ids, weights, w13, w13_scale, w2, w2_scale, out, limit)
+    else:
+        expert_ffn_kernel.run(x, x_scale, ids, weights, w13, w13_scale, w2, w2_scale, out, limit, deterministic)
     return out
+
+
+def _by_deep_gemm(weight: torch.dtype, hidden: int, inner: int) -> bool:
+    """Whether DeepGEMM serves such experts; FP8 sizes that it does not take stay with our kernel."""
+    if weight != _experts.FP8 or _backends.backend("gemm") != "deep_gemm":
+        return False
+    from . import expert_ffn_deep_gemm_kernel
+
+    return expert_ffn_deep_gemm_kernel.fits(hidden, inner)
 
 
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
     """FP4, FP8 and bf16 experts with bf16 models' activations, in small and in large blocks.
 
-    Calls have one expert: the number of experts is a run-time argument.
+    Calls have one expert: the number of experts is a run-time argument. Not so for DeepGEMM, which is warmed for models
+    whose experts are FP8 only: its calls need room for all experts.
     """
     from . import _expert_blocks_kernel, expert_ffn_kernel
 
     cases: dict[tuple[str | int, ...], PrewarmCase] = {}
     for dtype in (_experts.FP4, _experts.FP8, torch.bfloat16):
+        if _by_deep_gemm(dtype, shape.hidden, shape.expert_hidden):
+            if shape.expert_dtype == "fp8":
+                cases |= _deep_gemm_cases(shape, device, max_tokens)
+            continue
         for deterministic in (False, True):
 
             def arguments(dtype: torch.dtype = dtype, deterministic: bool = deterministic) -> Arguments:
@@ -170,6 +189,23 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
             for key in (*_expert_blocks_kernel.keys(pairs), *keys.values()):
                 cases.setdefault(key, PrewarmCase(op="expert_ffn", key=key, arguments=arguments))
     return tuple(cases.values())
+
+
+def _deep_gemm_cases(shape: Shape, device: torch.device, max_tokens: int) -> dict[tuple[str | int, ...], PrewarmCase]:
+    """FP8 experts through DeepGEMM: its keys by the fewest rows that need them, and our kernels around it."""
+    from . import _deep_gemm, _expert_blocks_kernel, expert_ffn_deep_gemm_kernel as kernel
+
+    hidden, inner, topk = shape.hidden, shape.expert_hidden, shape.experts_per_token
+    rows = kernel.product_keys(hidden, inner, topk, shape.num_experts, max_tokens, _deep_gemm.num_sms())
+    ours = (*_expert_blocks_kernel.keys(kernel.RUN_ROWS), *kernel.keys(hidden, inner, topk).values())
+    cases = {}
+    for key, num_tokens in (rows | dict.fromkeys(ours, 1)).items():
+
+        def arguments(num_tokens: int = num_tokens) -> Arguments:
+            return kernel.arguments(shape, num_tokens, device)
+
+        cases[key] = PrewarmCase(op="expert_ffn", key=key, arguments=arguments)
+    return cases
 
 
 def _blank(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -51,3 +51,18 @@ def test_compiles(arch):
             assert ("wgmma.mma_async" if arch == 90 else "tcgen05.mma") in compiled.asm["ptx"], key
             assert "cp.async" in compiled.asm["ptx"] and ".ftz" not in compiled.asm["ptx"], key
             assert compiled.metadata.shared <= (100 if "uint8" in key else 220) * 1024, key
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_kernels_around_deep_gemm_compile(arch, monkeypatch):
+    kernel = importlib.import_module("dsv4.ops.expert_ffn_deep_gemm_kernel")
+    monkeypatch.setattr(kernel._deep_gemm, "m_grouped_gemm_nt_contiguous", lambda *_: None)
+    args, kwargs = kernel.arguments(replace(SMALL_FLASH, num_experts=3), 2, torch.device("cpu"))
+    out = torch.empty(2, SMALL_FLASH.hidden)
+    with _triton.recording() as calls:
+        kernel.run(*args, out, kwargs["limit"])
+    found = {call.key[1]: call for call in calls}
+    assert found.keys() == {"count", "place", "gather", "activate", "sum_places"}
+    for call in calls:
+        compiled = compile_for(call, arch)
+        assert compiled.asm["cubin"] and ".ftz" not in compiled.asm["ptx"]
