@@ -12,7 +12,6 @@ is only as good as its keys.
 
 import ctypes
 import json
-import os
 import re
 import subprocess
 import sys
@@ -136,7 +135,7 @@ def parse(output: str, *, before: Mapping[str, Key], after: Mapping[str, Key]) -
         elif load := _LOAD.match(line):
             if not calls:
                 raise ValueError(f"a load must belong to an announced call, got {line!r} before the first one")
-            entry = os.path.basename(load["entry"])
+            entry = Path(load["entry"]).name
             calls[-1][1].append(entry)
             load_ms[entry] = float(load["ms"])
     return Observation(

@@ -79,6 +79,12 @@ def column_major(scales: torch.Tensor) -> torch.Tensor:
     return out.copy_(scales)
 
 
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a copy if it is strided or starts off a 16-byte boundary, which TMA refuses."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 def fits(out_features: int, in_features: int) -> bool:
     """Whether a weight ``[out_features, in_features]`` suits: whole scale blocks of K, and TMA rows of the result."""
     return in_features % keys.BLOCK == 0 and out_features % 8 == 0 and in_features > 0 and out_features > 0
@@ -90,8 +96,8 @@ def gemm_nt(
     """``out = (x * x_scale) @ (weight * weight_scale).T``: FP8 tensor cores, fp32 promotion per 128 of K, one rounding.
 
     Args:
-        x, x_scale: e4m3 ``[T, K]`` contiguous; fp32 ``[T, K / 128]``, best in the layout of :func:`column_major`.
-        weight, weight_scale: e4m3 ``[N, K]`` contiguous; fp32 ``[ceil(N / 128), K / 128]`` contiguous.
+        x, x_scale: e4m3 ``[T, K]``; fp32 ``[T, K / 128]``, best in the layout of :func:`column_major`.
+        weight, weight_scale: e4m3 ``[N, K]``; fp32 ``[ceil(N / 128), K / 128]``.
         out: bf16 ``[T, N]`` contiguous, overwritten. Nothing happens for T = 0.
 
     Raises:
@@ -102,7 +108,7 @@ def gemm_nt(
     if x.shape[0] == 0:
         return
     key = keys.gemm(x.shape[0], *weight.shape, num_sms())
-    operands = (x, column_major(x_scale)), (weight, weight_scale)
+    operands = (_aligned(x), column_major(x_scale)), (_aligned(weight), _aligned(weight_scale))
     _call(key, library().fp8_gemm_nt, *operands, out, recipe=_RECIPE, compiled_dims="")
 
 
@@ -118,7 +124,7 @@ def m_grouped_gemm_nt_contiguous(
 
     Args:
         x, x_scale: as in :func:`gemm_nt`; T is a multiple of 128. Pad rows need no values.
-        weight, weight_scale: e4m3 ``[G, N, K]`` and fp32 ``[G, ceil(N / 128), K / 128]``, contiguous.
+        weight, weight_scale: e4m3 ``[G, N, K]`` and fp32 ``[G, ceil(N / 128), K / 128]``.
         out: bf16 ``[T, N]`` contiguous. Runs of group −1 are not computed: their rows hold no defined values.
         groups: int32 ``[T]`` contiguous: the group of every row, equal within a run; −1 for runs without work.
 
@@ -133,7 +139,7 @@ def m_grouped_gemm_nt_contiguous(
         return
     num_groups, *size = weight.shape
     key = keys.grouped_gemm(x.shape[0], *size, num_groups, num_sms())
-    operands = (x, column_major(x_scale)), (weight, weight_scale)
+    operands = (_aligned(x), column_major(x_scale)), (_aligned(weight), _aligned(weight_scale))
     call = library().m_grouped_fp8_gemm_nt_contiguous
     _call(key, call, *operands, out, groups, recipe=_RECIPE, compiled_dims="")
 

@@ -5,17 +5,22 @@ e4m3 ``[out, in]`` with weight_scale fp32 ``[ceil(out / 128), ceil(in / 128)]``;
 ``dtype`` (fp32 or bf16). Sizes need not be multiples of 128.
 Numerics: codes times scales are exact in fp32 for power-of-two scales; products accumulate in fp32 and round once to
 ``dtype``. With ``deterministic`` a row's result does not depend on the other rows.
+Kernels: with the ``gemm`` backend ``deep_gemm``, DeepGEMM serves bf16 results without ``deterministic`` whose weight
+suits it (``in`` a multiple of 128, ``out`` of 8): FP8 products, which the tensor cores add in about 14 bits within a
+block of 128. Everything else, and everything by default, is served by our kernel, which multiplies decoded codes.
 Errors: ``ValueError`` on wrong ranks, sizes or dtypes.
 Source: ``fp8_gemm`` of the official inference code.
 """
 
 import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from . import _formats
+from . import _backends, _deep_gemm, _formats
 from ._registry import Arguments, PrewarmCase, register
 from ._rows import product
+from ._runtime import Key
 from .quant_fp8 import quant_fp8
 from .shapes import Shape
 
@@ -86,6 +91,12 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return args, {"dtype": dtype, "deterministic": True}
 
 
+def _by_deep_gemm(weight_shape: Sequence[int], dtype: torch.dtype, deterministic: bool) -> bool:
+    """The dispatch rule between the two libraries; see the module's docstring."""
+    chosen = _backends.backend("gemm") == "deep_gemm"
+    return chosen and dtype == torch.bfloat16 and not deterministic and _deep_gemm.fits(*weight_shape)
+
+
 def cuda(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -96,36 +107,68 @@ def cuda(
     deterministic: bool,
 ) -> torch.Tensor:
     """Rows never depend on each other; with ``deterministic`` every number of rows also sums in one order."""
-    from . import fp8_linear_kernel
-
     out = _alloc(x, x_scale, weight, weight_scale, dtype)
     if x_scale.shape[0] != x.shape[0]:
         raise ValueError(f"fp8_linear x_scale must have {x.shape[0]} rows, got {x_scale.shape[0]}")
+    if _by_deep_gemm(weight.shape, dtype, deterministic):
+        _deep_gemm.gemm_nt(x, x_scale, weight, weight_scale, out)
+        return out
+    from . import fp8_linear_kernel
+
     fp8_linear_kernel.run(x, x_scale, weight, weight_scale, out, deterministic=deterministic)
     return out
 
 
+def matrices(shape: Shape) -> tuple[tuple[int, int], ...]:
+    """``(out, in)`` of every FP8 matrix of a model of ``shape`` that this op multiplies with."""
+    hidden, latent = shape.hidden, shape.q_lora_rank
+    return (
+        (latent, hidden),
+        (shape.head_dim, hidden),
+        (shape.num_heads * shape.head_dim, latent),
+        (shape.index_heads * shape.index_dim, latent),
+        (hidden, shape.o_groups * shape.o_lora_rank),
+        (hidden, hidden),  # of the MTP block
+    )
+
+
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
-    """Per token tile, a bf16 result; sizes only matter by what divides them, so weights have the fewest rows."""
+    """What bf16 results can need, of either library, for up to ``max_tokens`` rows."""
+    cases: dict[Key, PrewarmCase] = {}
+    ours = {False: [], True: []}
+    for size in matrices(shape):
+        for deterministic in (False, True):
+            if not _by_deep_gemm(size, torch.bfloat16, deterministic):
+                ours[deterministic].append(size)
+                continue
+            for key, count in _deep_gemm.keys.keys_for(*size, max_tokens, _deep_gemm.num_sms()).items():
+                cases.setdefault(key, _case(key, count, *size, deterministic, device))
+    for deterministic, sizes in ours.items():
+        for key, count, rows, width in _triton_keys(sizes, deterministic, max_tokens):
+            cases.setdefault(key, _case(key, count, rows, width, deterministic, device))
+    return tuple(cases.values())
+
+
+def _triton_keys(
+    sizes: Sequence[tuple[int, int]], deterministic: bool, max_tokens: int
+) -> Iterator[tuple[Key, int, int, int]]:
+    """Key, tokens, weight rows and width per token tile; only what divides the sizes matters, so rows are few."""
     from . import _matmul_tiles, fp8_linear_kernel
 
-    widths = (shape.hidden, shape.q_lora_rank, shape.o_groups * shape.o_lora_rank)
-    outs = {_matmul_tiles.width_unit(n, 16) for n in (shape.hidden, shape.q_lora_rank, shape.head_dim)}
-    cases = {}
-    counts = _matmul_tiles.sample_counts(max_tokens)
-    for count, width, rows, deterministic in itertools.product(counts, widths, sorted(outs), (False, True)):
-        keywords = {"dtype": torch.bfloat16, "deterministic": deterministic}
-
-        def arguments(count: int = count, width: int = width, rows: int = rows, keywords=keywords) -> Arguments:
-            blocks = -(-width // _BLOCK)
-            x, weight = (torch.zeros(n, width, device=device).to(torch.float8_e4m3fn) for n in (count, rows))
-            x_scale, weight_scale = (torch.ones(n, blocks, device=device) for n in (count, 1))
-            return (x, x_scale, weight, weight_scale), keywords
-
+    units = {(_matmul_tiles.width_unit(rows, 16), width) for rows, width in sizes}
+    for count, (rows, width) in itertools.product(_matmul_tiles.sample_counts(max_tokens), sorted(units)):
         x, weight = (torch.empty(n, width, dtype=torch.float8_e4m3fn, device="meta") for n in (count, rows))
-        key = fp8_linear_kernel.key(x, weight, torch.bfloat16, deterministic=deterministic)
-        cases.setdefault(key, PrewarmCase(op="fp8_linear", key=key, arguments=arguments))
-    return tuple(cases.values())
+        yield fp8_linear_kernel.key(x, weight, torch.bfloat16, deterministic=deterministic), count, rows, width
+
+
+def _case(key: Key, count: int, rows: int, width: int, deterministic: bool, device: torch.device) -> PrewarmCase:
+    def arguments() -> Arguments:
+        blocks = -(-width // _BLOCK)
+        x, weight = (torch.zeros(n, width, device=device).to(torch.float8_e4m3fn) for n in (count, rows))
+        x_scale, weight_scale = (torch.ones(n, blocks, device=device) for n in (count, -(-rows // _BLOCK)))
+        return (x, x_scale, weight, weight_scale), {"dtype": torch.bfloat16, "deterministic": deterministic}
+
+    return PrewarmCase(op="fp8_linear", key=key, arguments=arguments)
 
 
 fp8_linear = register(
