@@ -109,15 +109,15 @@ class Engine:
         def prewarm(_: object) -> None:
             nonlocal warmed
             began = time.perf_counter()
-            warm_loaded(config, settings)
-            warmed = time.perf_counter() - began
+            if warm_loaded(config, settings) is not None:
+                warmed = time.perf_counter() - began
 
         weights = load_weights(
             Checkpoint.open(path), config, settings.numerics, dtype=execution.dtype, device=settings.device,
             progress=progress, expert_weights=settings.expert_weights, on_loaded=prewarm,
         )  # fmt: skip
         model = DeepseekV4(config, execution, weights, max_positions=settings.max_blocks * BLOCK_TOKENS)
-        before = {"load": time.perf_counter() - started - warmed, "prewarm": warmed}
+        before = {"load": time.perf_counter() - started - warmed} | ({"prewarm": warmed} if warmed else {})
         logger.info("loaded %s in %.1f s", path, before["load"])
         return cls._start(model, settings, tokenizer, before, progress=progress)
 
@@ -160,7 +160,7 @@ class Engine:
         _check_settings(model.config, settings)
         if model.execution != settings.execution:
             raise ValueError(f"the model's execution must be {settings.execution}, got {model.execution}")
-        runner, started = start_up(model, settings, before={n: s for n, s in before.items() if s}, **options)
+        runner, started = start_up(model, settings, before=before, **options)
         seconds = [report.seconds for report in started.compile_reports.values()]
         timings = Timings(
             load_seconds=before.get("load", 0.0),

@@ -103,10 +103,11 @@ def warm_kernels(
     return report
 
 
-def warm_loaded(config: ModelConfig, settings: EngineConfig) -> None:
+def warm_loaded(config: ModelConfig, settings: EngineConfig) -> PrewarmReport | None:
     """The prewarm at the tail of weight loading: after the last tensor, before caches are sized and graphs captured."""
     if torch.device(settings.device).type == "cuda" and settings.prewarm:
-        warm_kernels(config, settings)
+        return warm_kernels(config, settings)
+    return None
 
 
 def run_case(case: PrewarmCase) -> None:

@@ -199,7 +199,7 @@ def test_loading_calls_back_when_every_tensor_is_in_place(nano_config):
 
 
 def test_order_of_start_up(monkeypatch):
-    """Weights, prewarm, caches, then whatever start-up captures."""
+    """Weights, prewarm, then start-up, which sizes the caches and captures."""
     order: list[str] = []
 
     def spied(name: str) -> None:
@@ -215,10 +215,10 @@ def test_order_of_start_up(monkeypatch):
 
         monkeypatch.setattr(engine_module, name, call)
 
-    for name in ("load_weights", "warm_loaded", "allocate_caches", "start_up"):
+    for name in ("load_weights", "warm_loaded", "start_up"):
         spied(name)
     Engine.from_checkpoint(NANO, EngineConfig(compile="off", max_seq_len=256, max_requests=1), progress=False)
-    assert order == ["warm_loaded", "load_weights", "allocate_caches", "start_up"]
+    assert order == ["warm_loaded", "load_weights", "start_up"]
 
 
 def test_the_tail_of_loading_warms_on_a_gpu_alone(monkeypatch):
