@@ -1,9 +1,10 @@
 """Sampling parameters and the choice of the next token.
 
 Shapes: logits ``[L, V]`` fp32, one row per wanted token; ids ``[L]`` int64 on the device of the logits.
-Numerics: softmax, nucleus and inverse CDF in fp64, row by row. The only random number of a token is a function of the
-request's seed and of the token's index in its output, so that the text of a request depends neither on the batch it
-shares, nor on being preempted and recomputed, nor on how many tokens a step verifies.
+Numerics: softmax in fp64, row by row; sums of probabilities in integer units of 2^-52, so that nucleus and inverse CDF
+depend on no order of summation. The only random number of a token is a function of the request's seed and of the
+token's index in its output, so that the text of a request depends neither on the batch it shares, nor on being
+preempted and recomputed, nor on how many tokens a step verifies. Nothing here waits for a GPU.
 Ties: greedy takes the smallest id; the nucleus keeps smaller ids first.
 Errors: ``ValueError`` naming the field, its rule and its value.
 """
@@ -17,8 +18,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .transfer import upload
+
 _MAX_SEED = 2**63
-_UNIFORM_BITS = 52  # u * total < total still holds after rounding to fp64
+_UNIFORM_BITS = 52  # u <= 1 - 2^-52: u * total stays below total after rounding to fp64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +81,12 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], steps: Sequen
     drawn = [row for row, request in enumerate(params) if not request.greedy]
     if not drawn:
         return ids
-    rows = torch.tensor(drawn, device=logits.device)
     numbers = [_uniform_of(params[row], steps[row]) for row in drawn]
-    target = torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(-1)
-    total = _distribution(logits[rows], [params[row] for row in drawn]).cumsum(dim=-1)
-    chosen = torch.searchsorted(total, target * total[:, -1:], right=True)  # first id beyond the mass
+    rows = upload(drawn, torch.int64, logits.device)
+    mass = _units(_nucleus(logits.index_select(0, rows), [params[row] for row in drawn])).cumsum(dim=-1)
+    total = mass[:, -1:]
+    target = upload(numbers, torch.float64, logits.device).unsqueeze(-1) * total  # below total: see _UNIFORM_BITS
+    chosen = torch.searchsorted(mass, target.long(), right=True)  # first id beyond the mass
     return ids.index_copy(0, rows, chosen.squeeze(-1))
 
 
@@ -93,24 +97,39 @@ def probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tor
     result.scatter_(1, torch.argmax(logits, dim=-1, keepdim=True), 1.0)
     drawn = [row for row, request in enumerate(params) if not request.greedy]
     if drawn:
-        rows = torch.tensor(drawn, device=logits.device)
-        result[rows] = _distribution(logits[rows], [params[row] for row in drawn])
+        rows = upload(drawn, torch.int64, logits.device)
+        result.index_copy_(0, rows, _distribution(logits.index_select(0, rows), [params[row] for row in drawn]))
     return result
 
 
+def _units(weights: torch.Tensor) -> torch.Tensor:
+    """Probabilities as int64 multiples of 2^-52: integer sums are the same in every order, on every device."""
+    return (weights * 2.0**_UNIFORM_BITS).round().long()
+
+
 def _distribution(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    column = {"dtype": torch.float64, "device": logits.device}
-    temperature = torch.tensor([request.temperature for request in params], **column).unsqueeze(-1)
+    weights = _nucleus(logits, params)
+    full = upload([request.top_p == 1 for request in params], torch.bool, logits.device).unsqueeze(-1)
+    return torch.where(full, weights, weights / weights.sum(dim=-1, keepdim=True))  # full rows stay bitwise alone
+
+
+def _nucleus(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Probabilities of all tokens, with zeros outside the nucleus; each row is the same in every batch, bitwise."""
+
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return upload(values, torch.float64, logits.device).unsqueeze(-1)
+
+    temperature = column([request.temperature for request in params])
     shifted = logits.double() - logits.amax(dim=-1, keepdim=True).double()  # before the division: no overflow when cold
     weights = torch.softmax(shifted / temperature, dim=-1)
     if all(request.top_p == 1 for request in params):
         return weights
-    top_p = torch.tensor([request.top_p for request in params], **column).unsqueeze(-1)
+    top_p = column([request.top_p for request in params])
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
-    mass_before = ordered.cumsum(dim=-1) - ordered
+    units = _units(ordered)
+    mass_before = (units.cumsum(dim=-1) - units).double() * 2.0**-_UNIFORM_BITS  # exact: below 2^53
     kept = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, order, (mass_before < top_p) | (top_p == 1))
-    weights = torch.where(kept, weights, 0.0)
-    return torch.where(top_p == 1, weights, weights / weights.sum(dim=-1, keepdim=True))  # full rows stay bitwise alone
+    return torch.where(kept, weights, 0.0)
 
 
 def _uniform_of(params: SamplingParams, step: int) -> float:
