@@ -10,9 +10,12 @@ Versions, as read in their sources and run:
   put inside the cache directory, so that loading compiles nothing.
 """
 
+import functools
 import hashlib
 import os
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -261,6 +264,51 @@ def load_piece(path: Path) -> Callable[..., Any]:
 
 def save_piece(artifact: Any, path: Path) -> None:
     artifact.save(path=str(path), format="binary")
+
+
+_jit_events: dict[str, tuple[int, int, float]] = {}
+_jit_lock = threading.Lock()
+
+
+def jit_events() -> dict[str, tuple[int, int, float]]:
+    """Compilations, loads from disk and seconds of Inductor in this process, by hash of the generated code.
+
+    Counting begins with the first call, which wraps two methods: the one that generates and compiles a graph's code,
+    and the one that makes a cached graph callable. Both know the hash under which the code is kept, so a graph that is
+    compiled once and loaded later has one key. Every use of Inductor passes them, ``torch.compile`` included.
+    """
+    import torch._inductor.graph  # takes seconds, which a program that never compiles must not pay
+    import torch._inductor.output_code
+
+    _count_calls(torch._inductor.graph.GraphLowering, "compile_to_module", (1, 0))
+    _count_calls(torch._inductor.output_code.CompiledFxGraph, "after_deserialization", (0, 1))
+    with _jit_lock:
+        return dict(_jit_events)
+
+
+def _count_calls(owner: type, name: str, counts: tuple[int, int]) -> None:
+    """Let calls of the method be counted; nothing happens the second time."""
+    with _jit_lock:
+        method = vars(owner).get(name)
+        if method is None:
+            raise RuntimeError(
+                f"Inductor must have {owner.__name__}.{name} to be counted, got torch {torch.__version__}"
+            )
+        if hasattr(method, "counted"):
+            return
+
+        @functools.wraps(method)
+        def counted(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = method(graph, *args, **kwargs)
+            seconds = time.perf_counter() - started
+            with _jit_lock:
+                compilations, loads, before = _jit_events.get(graph.cache_key, (0, 0, 0.0))
+                _jit_events[graph.cache_key] = (compilations + counts[0], loads + counts[1], before + seconds)
+            return result
+
+        counted.counted = True
+        setattr(owner, name, counted)
 
 
 @contextmanager

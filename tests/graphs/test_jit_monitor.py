@@ -1,4 +1,4 @@
-"""The JIT monitor: real Triton (and TileLang, where installed) compilations, every mode, chaining, and what is absent."""
+"""The JIT monitor: real Triton (and TileLang where installed) compilations, modes, chaining, absent libraries."""
 
 import logging
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 
-from dsv4.compile import compile_model
+from dsv4.compile import compile_model, jit_events
 from dsv4.graphs.jit_libraries import WATCHES
 from dsv4.graphs.jit_monitor import JitError, JitMonitor, KeyCounts, check_fires
 from dsv4.ops._jit_libraries import NAMES, jit_libraries
@@ -238,6 +238,33 @@ def test_tilelang_itself(monkeypatch, tmp_path):
         compile_for_cpu(128)
     another = [sys.executable, "-m", "tests.graphs.tilelang_kernel"]  # a new process loads
     assert subprocess.check_output(another, cwd=ROOT, text=True).splitlines()[-1] == "0 1"
+
+
+def inductor() -> dict[str, KeyCounts]:
+    return {key: KeyCounts(*events) for key, events in jit_events().items()}
+
+
+def test_inductor_itself(monkeypatch, tmp_path):
+    """Matrix products are calls of a library, so Inductor's code is Python and no C++ compiler runs."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def compile_products(count: int) -> None:
+        torch.compiler.reset()  # as in a new process
+        assert torch.compile(lambda x: x.mm(x) if count == 1 else x.mm(x).mm(x))(torch.eye(4)).sum() == 4
+
+    with JitMonitor(libraries=NOTHING, counters={"inductor": inductor}) as monitor:
+        compile_products(1)
+        assert counts(monitor, "inductor") == (1, 0)
+        compile_products(1)
+        assert counts(monitor, "inductor") == (1, 1)
+        compile_products(2)
+    keys = monitor.report().libraries["inductor"]
+    assert sorted((each.compilations, each.loads) for each in keys.values()) == [(1, 0), (1, 1)]
+    assert all(each.seconds > 0 for each in keys.values())
+    (again,) = (key for key, each in keys.items() if each.loads == 0)
+    with pytest.raises(JitError, match=f"must be warm, got .*'inductor': .*{again}"):  # noqa: SIM117
+        with JitMonitor("raise", libraries=NOTHING, counters={"inductor": inductor}):
+            compile_products(2)
 
 
 @pytest.mark.slow
