@@ -11,7 +11,7 @@ Source: hc_head and the final norm of the official inference code; Xie et al., m
 
 import torch
 
-from . import _mhc, _rows
+from . import _mhc, _mhc_kernels, _rows
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
@@ -77,11 +77,9 @@ def cuda(
     hc_eps: float,
     deterministic: bool,
 ) -> torch.Tensor:
-    from . import mhc_pre_kernel
-
     out = _alloc(streams, fn, scale, base, norm_weight)
     partials = _mhc.alloc_partials(streams, fn.shape[0], deterministic=deterministic)
-    mhc_pre_kernel.run(
+    _mhc_kernels.pre(
         streams, fn, scale, base, norm_weight, partials, out, None, eps=eps, hc_eps=hc_eps, sinkhorn_iters=0
     )
     return out
@@ -89,12 +87,11 @@ def cuda(
 
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
     """One specialisation of each of two kernels serves every number of rows and of parts."""
-    from . import mhc_pre_kernel
 
     def arguments() -> Arguments:
         return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
 
-    return mhc_pre_kernel.cases("mhc_head", shape, shape.num_streams, arguments)
+    return _mhc_kernels.pre_cases("mhc_head", shape, shape.num_streams, arguments)
 
 
 mhc_head = register(

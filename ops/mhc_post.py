@@ -10,7 +10,7 @@ Source: hc_post of the official inference code; Xie et al., mHC, 2025.
 
 import torch
 
-from . import _mhc
+from . import _mhc, _mhc_kernels
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
@@ -35,22 +35,18 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
 
 
 def cuda(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    from . import mhc_post_kernel
-
     out = _mhc.alloc_post("mhc_post", y, streams, post, comb)
-    mhc_post_kernel.run(y, streams, post, comb, out)
+    _mhc_kernels.post(y, streams, post, comb, out)
     return out
 
 
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
     """One specialisation serves every number of rows."""
-    from . import mhc_post_kernel
 
     def arguments() -> Arguments:
         return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
 
-    streams = torch.empty(1, shape.num_streams, shape.hidden, dtype=torch.bfloat16, device="meta")
-    return (PrewarmCase(op="mhc_post", key=mhc_post_kernel.key(streams), arguments=arguments),)
+    return _mhc_kernels.post_cases("mhc_post", shape, arguments)
 
 
 mhc_post = register(

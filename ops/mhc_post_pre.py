@@ -9,7 +9,7 @@ Source: hc_post and hc_pre of the official inference code; Xie et al., mHC, 2025
 
 import torch
 
-from . import _mhc
+from . import _mhc, _mhc_kernels
 from ._registry import Arguments, PrewarmCase, register
 from .mhc_post import example as post_example
 from .mhc_pre import example as pre_example
@@ -107,18 +107,19 @@ def cuda(
     sinkhorn_iters: int,
     deterministic: bool,
 ) -> Outputs:
-    from . import mhc_post_kernel, mhc_pre_kernel
-
     new_streams, x, next_post, next_comb = _alloc(y, streams, post, comb, fn, scale, base, norm_weight, sinkhorn_iters)
-    mhc_post_kernel.run(y, streams, post, comb, new_streams)
-    partials = _mhc.alloc_partials(new_streams, fn.shape[0], deterministic=deterministic)
-    mhc_pre_kernel.run(
-        new_streams,
+    partials = _mhc.alloc_partials(streams, fn.shape[0], deterministic=deterministic)
+    _mhc_kernels.post_pre(
+        y,
+        streams,
+        post,
+        comb,
         fn,
         scale,
         base,
         norm_weight,
         partials,
+        new_streams,
         x,
         (next_post, next_comb),
         eps=eps,
@@ -129,16 +130,13 @@ def cuda(
 
 
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
-    """The kernels of mhc_post and mhc_pre."""
-    from . import mhc_post_kernel, mhc_pre_kernel
+    """The kernels of mhc_post and mhc_pre, or one for the first two launches."""
 
     def arguments() -> Arguments:
         return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
 
-    streams = torch.empty(1, shape.num_streams, shape.hidden, dtype=torch.bfloat16, device="meta")
-    post = PrewarmCase(op="mhc_post_pre", key=mhc_post_kernel.key(streams), arguments=arguments)
     outputs = (2 + shape.num_streams) * shape.num_streams
-    return (post, *mhc_pre_kernel.cases("mhc_post_pre", shape, outputs, arguments))
+    return _mhc_kernels.post_pre_cases("mhc_post_pre", shape, outputs, arguments)
 
 
 mhc_post_pre = register(

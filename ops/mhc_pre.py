@@ -15,7 +15,7 @@ Source: hc_pre and the block norms of the official inference code; Xie et al., m
 
 import torch
 
-from . import _mhc
+from . import _mhc, _mhc_kernels
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
@@ -88,11 +88,9 @@ def cuda(
     sinkhorn_iters: int,
     deterministic: bool,
 ) -> Outputs:
-    from . import mhc_pre_kernel
-
     x, post, comb = _mhc.alloc_pre("mhc_pre", streams, fn, scale, base, norm_weight, sinkhorn_iters)
     partials = _mhc.alloc_partials(streams, fn.shape[0], deterministic=deterministic)
-    mhc_pre_kernel.run(
+    _mhc_kernels.pre(
         streams,
         fn,
         scale,
@@ -110,12 +108,11 @@ def cuda(
 
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
     """One specialisation of each of two kernels serves every number of rows and of parts."""
-    from . import mhc_pre_kernel
 
     def arguments() -> Arguments:
         return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
 
-    return mhc_pre_kernel.cases("mhc_pre", shape, (2 + shape.num_streams) * shape.num_streams, arguments)
+    return _mhc_kernels.pre_cases("mhc_pre", shape, (2 + shape.num_streams) * shape.num_streams, arguments)
 
 
 mhc_pre = register(
