@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsv4 import ops
-from dsv4.ops import _triton
+from dsv4.ops import _few_rows_kernel, _triton
 from dsv4.ops.shapes import nano, tiny
 
 from ..ops import contract
@@ -50,6 +50,13 @@ def test_few_rows(num_tokens, width, num_outs):
     assert [call.key[0] for call in calls] == ["few_rows"]
     for dtype in (FP32, BF16):
         compare(SPEC, args, {"dtype": dtype, "deterministic": False}, **TOLERANCE[dtype])
+
+
+def test_few_rows_of_a_large_matrix_stay_with_the_large_tiles():
+    with _triton.recording() as calls:
+        for num_outs in (_few_rows_kernel.MOST_OUTS - 1, _few_rows_kernel.MOST_OUTS):
+            SPEC.cuda(*make(1, 64, num_outs, BF16, BF16), dtype=BF16, deterministic=False)
+    assert [call.key[0] for call in calls] == ["few_rows", "linear"]
 
 
 def test_fp32_weights_keep_their_24_bits():
