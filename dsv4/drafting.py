@@ -2,18 +2,22 @@
 
 The block reads the residual streams of position j together with token j + 1 and predicts token j + 2. After a step that
 committed positions up to C - 1 and knows token C, its rows are the step's committed positions; the last of them
-predicts token C + 1. Further drafts feed the block its own streams. Drafts only propose: the model verifies every one,
-so the output never depends on them.
+predicts token C + 1. Further drafts feed the block its own streams and tokens, which stay on the device: the host waits
+once, for all of them. Drafts only propose: the model verifies every one, so the output never depends on them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from .inputs import Segment
 from .ops.shapes import WINDOW_PAGE_TOKENS
 from .runner import Runner
+from .transfer import Download, upload
+
+_ANY_TOKEN = 0  # of a row whose token only the device knows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,22 +80,30 @@ def draft(runner: Runner, rows: Sequence[DraftRows], streams: torch.Tensor) -> l
             own = torch.cat((r.carried.unsqueeze(0), own))
         segments.append(r.segment(tokens, start, wanted=r.num_drafts > 0))
         parts.append(own)
-    logits, out = runner.run_draft(segments, torch.cat(parts))
-    last = torch.tensor([len(s.token_ids) for s in segments], device=out.device).cumsum(0) - 1
+    logits, carried = runner.run_draft(segments, torch.cat(parts))
+    ends = accumulate(len(s.token_ids) for s in segments)
     active = [index for index, r in enumerate(rows) if r.num_drafts > 0]
-    drafts: list[list[int]] = [[] for _ in rows]
-    carried = out[last[active]] if active else out[:0]
-    for depth in range(max((r.num_drafts for r in rows), default=0)):
-        chosen = logits.argmax(-1).tolist()
-        for index, token in zip(active, chosen, strict=True):
-            drafts[index].append(token)
+    carried = _select(carried, [end - 1 for end, r in zip(ends, rows, strict=True) if r.num_drafts > 0])
+    chosen: list[tuple[list[int], torch.Tensor]] = []  # per depth: the entries that drafted, and their tokens
+    while active:
+        depth = len(chosen)
+        tokens = logits.argmax(-1)
+        chosen.append((active, tokens))
         keep = [n for n, index in enumerate(active) if _goes_on(rows[index], depth)]
-        active, carried = [active[n] for n in keep], carried[keep]
-        if not active:
+        if not keep:
             break
-        segments = [rows[i].segment([drafts[i][-1]], rows[i].end + depth, wanted=True) for i in active]
-        logits, carried = runner.run_draft(segments, carried)
+        active, carried, tokens = [active[n] for n in keep], _select(carried, keep), _select(tokens, keep)
+        segments = [rows[i].segment([_ANY_TOKEN], rows[i].end + depth, wanted=True) for i in active]
+        logits, carried = runner.run_draft(segments, carried, token_ids=tokens)
+    drafts: list[list[int]] = [[] for _ in rows]
+    values = Download(torch.cat([tokens for _, tokens in chosen])).wait().tolist() if chosen else []
+    for index, token in zip((index for active, _ in chosen for index in active), values, strict=True):
+        drafts[index].append(token)
     return drafts
+
+
+def _select(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    return tensor.index_select(0, upload(rows, torch.int64, tensor.device))
 
 
 def _goes_on(rows: DraftRows, depth: int) -> bool:

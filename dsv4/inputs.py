@@ -10,6 +10,7 @@ import torch
 
 from .config import ModelConfig
 from .ops.shapes import BLOCK_TOKENS, WINDOW_PAGE_TOKENS
+from .transfer import upload
 
 UNKNOWN_TOKEN = -1  # a row that has an embedding and no token
 
@@ -155,7 +156,7 @@ def build_inputs(
     lens = [s.start + len(s.token_ids) for s in segments]
 
     def tensor(values: list, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return upload(values, dtype, device)
 
     return StepInputs(
         token_ids=tensor(tokens + [-1] * pad_rows, torch.int64),

@@ -5,7 +5,7 @@ methods or compiled ones. A :class:`Sequence` is one request's pages, for caller
 """
 
 from collections.abc import Callable, Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
@@ -76,9 +76,11 @@ class Runner:
         )
 
     @torch.no_grad()
-    def run(self, segments: Rows[Segment], **pads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits ``[L, V]`` fp32 and streams ``[T, M, D]`` of one step."""
-        return self.step(self.inputs(segments, **pads), self.caches)
+    def run(
+        self, segments: Rows[Segment], *, ready: StepInputs | None = None, **pads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits ``[L, V]`` fp32 and streams ``[T, M, D]`` of one step; ``ready``: inputs built from it before."""
+        return self.step(self.inputs(segments, **pads) if ready is None else ready, self.caches)
 
     @torch.no_grad()
     def run_embedded(
@@ -95,9 +97,15 @@ class Runner:
         return model.forward_streams(inputs, self.caches, padded)
 
     @torch.no_grad()
-    def run_draft(self, segments: Rows[Segment], streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """MTP logits and streams; segment tokens are those one position after each row of ``streams``."""
-        return self.draft(self.inputs(segments), self.caches, streams)
+    def run_draft(
+        self, segments: Rows[Segment], streams: torch.Tensor, *, token_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """MTP logits and streams; segment tokens are those one position after each row of ``streams``.
+
+        ``token_ids [T]`` int64 on the device takes the place of the segments' tokens, which the host need not know.
+        """
+        inputs = self.inputs(segments)
+        return self.draft(inputs if token_ids is None else replace(inputs, token_ids=token_ids), self.caches, streams)
 
 
 @dataclass

@@ -1,5 +1,9 @@
 """The step loop: plan a step, run it, sample and verify, draft, commit. Token ids only; text is the engine's matter.
 
+On a GPU a step waits for the device once, for its sampled tokens, and once more for its drafts when it drafts; a step
+inside a prompt has neither and waits for nothing. While the device runs, the host builds what it can of the next step
+(``ahead``). What depends on tokens comes after the wait: commit, the next plan, text.
+
 What a reused prefix needs besides its pages is a snapshot: the compressor rows of the last ratio-4 window, and the
 streams of the last row, because the MTP block's row there depends on the token that follows.
 """
@@ -10,6 +14,7 @@ from itertools import accumulate
 
 import torch
 
+from .ahead import AheadInputs
 from .caches import TAIL_ROWS, copy_window_page, restore_tail_rows, ring_rows, tail_rows
 from .config import ModelConfig
 from .drafting import DraftRows, draft
@@ -20,6 +25,7 @@ from .runner import Runner
 from .sampling import sample
 from .scheduler import Scheduler
 from .step_plan import PlanEntry, Request, StepPlan
+from .transfer import Download
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +77,14 @@ class StepLoop:
             prefixes are then dropped, because nobody knows which pages were written.
         config: the model's config.
         settings: the engine's settings.
+
+    Attributes:
+        plans_ahead: build a decode step's inputs while the device runs the step before: on a GPU, without drafts.
     """
 
     def __init__(self, runner: Runner, config: ModelConfig, settings: EngineConfig) -> None:
         self.runner, self.config, self.settings = runner, config, settings
+        self.plans_ahead = runner.model.embed.device.type == "cuda" and not settings.draft_tokens
         self._streams = torch.empty(0)
         self._placed: dict[str, tuple[int, PlanEntry]] = {}  # of the step being committed, with first rows in _streams
         self.reset()
@@ -95,7 +105,7 @@ class StepLoop:
             take_snapshot=self._take_snapshot if s.prefix_reuse else None,
             copy_page=(lambda source, target: copy_window_page(caches, source, target)) if s.draft_tokens else None,
         )
-        self._own_inputs, self._mid_step = self.runner.num_inputs, False
+        self._own_inputs, self._mid_step, self._ahead = self.runner.num_inputs, False, None
 
     @property
     def has_work(self) -> bool:
@@ -122,10 +132,14 @@ class StepLoop:
         self._mid_step = True
         plan = self.scheduler.schedule()
         carried = [self._restore(entry) for entry in plan.entries]
-        logits, self._streams = self.runner.run([_segment(entry) for entry in plan.entries])
+        segments = [_segment(entry) for entry in plan.entries]
+        ready = None if self._ahead is None else self._ahead.for_segments(segments)
+        logits, self._streams = self.runner.run(segments, **({} if ready is None else {"ready": ready}))
+        sampled = self._sample(plan, logits)
+        self._ahead = AheadInputs.after(plan, self.scheduler, self.runner) if self.plans_ahead else None
         first_rows = accumulate((len(entry.token_ids) for entry in plan.entries), initial=0)
         self._placed = {entry.request.id: (row, entry) for row, entry in zip(first_rows, plan.entries)}
-        outcomes = self._outcomes(plan, logits)
+        outcomes = self._outcomes(plan, sampled.wait().tolist())
         drafts = self._draft(plan, outcomes, carried)
         advances = [
             self._commit(entry, outcome, proposed)
@@ -148,10 +162,13 @@ class StepLoop:
             num_accepted=min(outcome.accepted, len(tokens)),  # a right draft after the output's end is not in it
         )
 
-    def _outcomes(self, plan: StepPlan, logits: torch.Tensor) -> list[_Outcome]:
+    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Download:
         params = [entry.request.params for entry in plan.entries for _ in entry.logit_offsets]
         steps = [len(entry.request.generated) + n for entry in plan.entries for n in range(len(entry.logit_offsets))]
-        chosen = iter(sample(logits, params, steps).tolist())
+        return Download(sample(logits, params, steps))
+
+    def _outcomes(self, plan: StepPlan, sampled: Sequence[int]) -> list[_Outcome]:
+        chosen = iter(sampled)
         outcomes = []
         for entry in plan.entries:
             tokens = [next(chosen) for _ in entry.logit_offsets]

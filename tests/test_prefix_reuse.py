@@ -23,8 +23,8 @@ def record_drafts(engine) -> list[torch.Tensor]:
     """Logits of every MTP call from now on, in a list that grows."""
     found, run_draft = [], engine.runner.run_draft
 
-    def recorded(segments, streams):
-        logits, out = run_draft(segments, streams)
+    def recorded(segments, streams, **options):
+        logits, out = run_draft(segments, streams, **options)
         found.append(logits.clone())
         return logits, out
 
