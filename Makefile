@@ -17,7 +17,7 @@ test: $(VENV)/.test
 	$(PYTEST) --ignore tests/kernels -m "not slow and not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels -m "not slow and not gpu"
 
-test-all: $(VENV)/.all
+test-all: $(VENV)/.test
 	$(PYTEST) --ignore tests/kernels -m "not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels -m "not gpu"
 
@@ -31,10 +31,6 @@ $(VENV)/.runtime: pyproject.toml
 
 $(VENV)/.test: $(VENV)/.runtime
 	$(BIN)/python -m pip install -q -e ".[test]"
-	@touch $@
-
-$(VENV)/.all: $(VENV)/.test
-	$(BIN)/python -m pip install -q -e ".[test,tilelang]"
 	@touch $@
 
 clean:

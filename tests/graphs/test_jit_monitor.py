@@ -218,7 +218,7 @@ def test_wrapped_methods_keep_their_results_and_leave_no_trace():
     assert counts(strict, "tilelang") == (0, 0) and len(strict.report().refused["tilelang"]) == 2
 
 
-@pytest.mark.slow  # `make test-all` installs TileLang
+@pytest.mark.slow  # runs the C compiler four times
 def test_tilelang_itself(monkeypatch, tmp_path):
     import tilelang
 
