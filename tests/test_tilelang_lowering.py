@@ -17,11 +17,6 @@ CPU = torch.device("cpu")
 NAMES = ("mhc_pre", "mhc_post", "mhc_post_pre", "mhc_head")
 # how many of each, with fn of a block and of the head
 KERNELS = {"mhc_post": 1, "mhc_products": 2, "mhc_post_products": 1, "mhc_finish": 2}
-    "mhc_post": 1,
-    "mhc_products": 2,
-    "mhc_post_products": 1,
-    "mhc_finish": 2,
-}  # with fn rows for a block, a head
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
