@@ -1,0 +1,106 @@
+"""What every section needs: where it runs, and a record of samples that survives its failures."""
+
+import json
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NANO = ROOT / "assets" / "nano"
+GOLDEN = ROOT / "tests" / "golden"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a section runs.
+
+    Attributes:
+        dry: small shapes on the CPU, through references and without graphs: shows that the code runs, nothing else.
+        cache: kernel caches that the sections of one run share.
+    """
+
+    dry: bool = False
+    cache: Path = Path("/tmp/dsv4_gpu_check")
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.dry else "cuda")
+
+    def synchronize(self) -> None:
+        if not self.dry:
+            torch.cuda.synchronize()
+
+
+@dataclass
+class Record:
+    """Samples by point as one process measures them, written to a file after every block."""
+
+    path: Path
+    samples: dict[str, Any] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    kernels: set[str] = field(default_factory=set)
+
+    @contextmanager
+    def block(self, *points: str) -> Iterator[list[dict[str, Any]]]:
+        """Fill the samples of ``points``; a failure is recorded as theirs and does not end the process."""
+        began = time.perf_counter()
+        for name in points:
+            self.samples.setdefault(name, {})
+        try:
+            yield [self.samples[name] for name in points]
+        except Exception as error:  # what else this process measures must still be seen
+            text = f"{type(error).__name__}: {str(error)[:600]}"
+            print(text, traceback.format_exc()[-4000:], flush=True)
+            for name in points:
+                self.errors[name] = f"{self.errors[name]}; {text}" if name in self.errors else text
+        taken = time.perf_counter() - began
+        for name in points:
+            self.seconds[name] = self.seconds.get(name, 0.0) + taken / len(points)
+        self.write()
+
+    def write(self) -> None:
+        from dsv4.ops import _runtime
+
+        self.path.write_text(
+            json.dumps(
+                {
+                    "samples": self.samples,
+                    "errors": self.errors,
+                    "seconds": {name: round(taken, 2) for name, taken in self.seconds.items()},
+                    "kernels": sorted(self.kernels),
+                    "warm_keys": sorted((list(key) for key in _runtime.warm_keys()), key=str),
+                }
+            )
+        )
+
+    @contextmanager
+    def profiling(self) -> Iterator[None]:
+        """Collect the names of the kernels that run on the GPU inside the block."""
+        if not torch.cuda.is_available():
+            yield
+            return
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            yield
+            torch.cuda.synchronize()
+        for event in profile.key_averages():
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.key.startswith(("Memcpy", "Memset")):
+                self.kernels.add(event.key[:160])
+
+
+def random_tokens(count: int, seed: int, vocab: int = 2048) -> list[int]:
+    return torch.randint(7, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def differs(got: torch.Tensor, want: torch.Tensor) -> int:
+    """1 if any bit differs (or the shapes do), else 0."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return 1
+    flat = (t.contiguous().view(-1).view(torch.uint8) for t in (got, want))
+    return int(got.numel() > 0 and not torch.equal(*flat))

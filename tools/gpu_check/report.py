@@ -1,0 +1,184 @@
+"""Runs all sections within the time of one run and joins what they recorded into the report."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .common import ROOT, Place
+from .points import POINTS, SampleError
+from .sections import SECTIONS, Section
+from .warm import cache_environment
+
+TOGETHER = 10  # processes at once: each has a CUDA context, and compiles now and then, on 16 cores
+LIMIT_S = 470  # of the whole run: what has not begun by then is recorded as an error
+_TABLE_ROWS, _TABLE_CHARACTERS = 60, 6000
+
+
+@dataclass
+class _Running:
+    name: str
+    process: subprocess.Popen
+    began: float
+
+
+def run_all(place: Place, out: Path, described: str, only: Iterable[str] = ()) -> dict[str, Any]:
+    """Run the sections (or ``only`` those whose name begins so), write ``out``'s report and return it."""
+    began, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
+    out.mkdir(parents=True, exist_ok=True)
+    place.cache.mkdir(parents=True, exist_ok=True)
+    chosen = {n: s for n, s in SECTIONS.items() if not only or n.startswith(tuple(only))}
+    outcomes: dict[str, tuple[str | None, float]] = {}
+    for stage, width in (("first", 1), ("together", 2 if place.dry else TOGETHER), ("alone", 1)):
+        own = {n: s for n, s in chosen.items() if s.stage == stage}
+        _run_stage(own, width, place, out, began, outcomes)
+        print(f"{time.perf_counter() - began:6.1f} s  {stage}: {len(own)} sections", flush=True)
+    seconds = time.perf_counter() - began
+    report = join(out, chosen, outcomes, seconds=seconds, started=started, described=described, dry=place.dry)
+    (out / "h200_check.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report, outcomes))
+    return report
+
+
+def _run_stage(own: dict[str, Section], width: int, place: Place, out: Path, began: float, outcomes: dict) -> None:
+    waiting, running = list(own), []
+    while waiting or running:
+        while waiting and len(running) < width:
+            name = waiting.pop(0)
+            if time.perf_counter() - began > LIMIT_S and not place.dry:
+                outcomes[name] = ("not begun: the time of the run was over", 0.0)
+                continue
+            running.append(_start(name, own[name], place, out))
+        time.sleep(0.05)
+        for one in list(running):
+            taken = time.perf_counter() - one.began
+            over = taken > own[one.name].timeout * (10 if place.dry else 1)
+            if over:
+                one.process.kill()
+            if over or one.process.poll() is not None:
+                code = one.process.wait()
+                error = f"killed after {taken:.0f} s" if over else f"ended with {code}" if code else None
+                outcomes[one.name] = (error, taken)
+                running.remove(one)
+
+
+def _start(name: str, section: Section, place: Place, out: Path) -> _Running:
+    log = (out / f"{name}.log").open("w")
+    command = [sys.executable, "-m", "tools.gpu_check", "section", *(["--dry"] if place.dry else []), name]
+    environment = cache_environment(place.cache / f"kernels_{section.caches}") | {"OMP_NUM_THREADS": "4"}
+    if place.dry:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, str(out / f"{name}.json"), str(place.cache)], cwd=ROOT, env=environment, stdout=log, stderr=log
+    )
+    return _Running(name, process, time.perf_counter())
+
+
+def join(
+    out: Path,
+    chosen: dict[str, Section],
+    outcomes: dict[str, tuple[str | None, float]],
+    *,
+    seconds: float,
+    started: str,
+    described: str,
+    dry: bool,
+) -> dict[str, Any]:
+    """The report: samples of all sections by point, values and passes by the points' own rules."""
+    samples: dict[str, Any] = {"whole_run_s": {"seconds": round(seconds, 1)}}
+    errors: dict[str, list[str]] = {}
+    taken: dict[str, float] = {}
+    kernels: set[str] = set()
+    warm_keys: set[tuple] = set()
+    commands: dict[str, list[str]] = {}
+    for name, section in chosen.items():
+        error = outcomes.get(name, ("did not run", 0.0))[0]
+        path = out / f"{name}.json"
+        recorded = json.loads(path.read_text()) if path.is_file() and path.stat().st_size else {}
+        for point in section.points:
+            commands.setdefault(point, []).append(name)
+            if error:
+                errors.setdefault(point, []).append(f"{name}: {error}")
+        for point, found in recorded.get("samples", {}).items():
+            merge(samples.setdefault(point, {}), found)
+        for point, text in recorded.get("errors", {}).items():
+            errors.setdefault(point, []).append(f"{name}: {text}")
+        for point, spent in recorded.get("seconds", {}).items():
+            taken[point] = taken.get(point, 0.0) + spent
+        kernels.update(recorded.get("kernels", []))
+        warm_keys.update(map(tuple, recorded.get("warm_keys", [])))
+    made = {
+        name: entry(name, samples.get(name, {}), errors.get(name, []), taken.get(name, 0.0), commands.get(name, []))
+        for name in POINTS
+    }
+    return {
+        **machine(dry),
+        "commit": described.removesuffix("-dirty") or None,
+        "clean_tree": bool(described) and not described.endswith("-dirty"),
+        "started": started,
+        "seconds": round(seconds, 1),
+        "sections": {n: {"seconds": round(s, 1)} | ({"error": e} if e else {}) for n, (e, s) in outcomes.items()},
+        "kernels": sorted(kernels),
+        "warm_keys": sorted(map(list, warm_keys), key=str),
+        "details": {name: found for name, found in samples.items() if name not in POINTS},
+        "points": made,
+    }
+
+
+def entry(name: str, samples: Any, errors: list[str], seconds: float, sections: list[str]) -> dict[str, Any]:
+    """One object of the report."""
+    point = POINTS[name]
+    try:
+        value, passed = point.judge(samples)
+        found = errors
+    except SampleError as error:
+        value, passed, found = None, False, [*errors, str(error)]
+    made = {
+        "question": point.question, "samples": samples, "value": value, "bar": point.bar, "sense": point.sense,
+        "pass": passed and not errors, "seconds": round(seconds, 2),
+        "command": f"tools/gpu_check.sh OUT COMMIT {' '.join(sections)}".strip(),
+    }  # fmt: skip
+    return made | ({"error": "; ".join(found)} if found else {})
+
+
+def merge(into: dict[str, Any], found: dict[str, Any]) -> None:
+    """Join nested samples of several processes; two of them may not give the same leaf."""
+    for key, value in found.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            merge(into[key], value)
+        elif key in into:
+            raise ValueError(f"a sample must come from one section, got a second {key}")
+        else:
+            into[key] = value
+
+
+def machine(dry: bool) -> dict[str, Any]:
+    import torch
+    import triton
+
+    return {
+        "gpu": "none (dry run)" if dry else torch.cuda.get_device_name(), "torch": torch.__version__,
+        "triton": triton.__version__, "python": sys.version.split()[0],
+    }  # fmt: skip
+
+
+def table(report: dict[str, Any], outcomes: dict[str, tuple[str | None, float]]) -> str:
+    """One line per point, failures first; short enough to be read where it is printed."""
+    points = sorted(report["points"].items(), key=lambda item: item[1]["pass"])
+    lines = []
+    for name, one in points:
+        value = one["value"]
+        shown = "-" if value is None else f"{value:.4g}"
+        line = f"{'ok  ' if one['pass'] else 'FAIL'} {name:24s} {shown:>10s} {one['sense']} {one['bar']:g}"
+        lines.append(line if one["pass"] else f"{line}  {one.get('error', '')[:150]}")
+    slow = sorted(outcomes.items(), key=lambda item: -item[1][1])[:6]
+    passed = sum(one["pass"] for _, one in points)
+    lines.append(f"{passed} of {len(points)} pass, {report['seconds']:.0f} s, slowest: "
+                 + ", ".join(f"{name} {taken:.0f} s" for name, (_, taken) in slow))  # fmt: skip
+    return "\n".join(lines[-_TABLE_ROWS:] if len(lines) > _TABLE_ROWS else lines)[:_TABLE_CHARACTERS]

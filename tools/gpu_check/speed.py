@@ -1,0 +1,195 @@
+"""Timings, one at a time on an idle GPU: mHC post against a copy, decode against Hugging Face, first requests."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dsv4 import ops
+from dsv4.ops.shapes import flash
+from dsv4.runner import Sequence
+from dsv4.sampling import SamplingParams
+
+from .common import ROOT, Place, Record, random_tokens
+from .models import nano_engine, random_engine, settings_of, using_backend, wide_config
+
+REPEATS = 60
+SETS = 3  # buffer sets in rotation: each is many times the 50 MB of L2
+
+
+def mhc_post(place: Place, record: Record, backend: str, name: str) -> None:
+    """The kernel and a copy of as many bytes in turn, on buffers that L2 has long lost."""
+    with record.block("mhc_post_copy_share") as (found,), using_backend(backend, place), torch.no_grad():
+        rows, hidden = (64, 256) if place.dry else (16384, flash.hidden)
+        g = torch.Generator(device=place.device).manual_seed(0)
+        act = {"device": place.device, "generator": g, "dtype": torch.bfloat16}
+        sets = []
+        for _ in range(SETS):
+            y, streams = torch.randn(rows, hidden, **act), torch.randn(rows, 4, hidden, **act)
+            post = torch.rand(rows, 4, device=place.device, generator=g)
+            comb = torch.rand(rows, 4, 4, device=place.device, generator=g)
+            sets.append((y, streams, post, comb))
+        moved = sum(t.numel() * t.element_size() for t in sets[0]) + streams.numel() * 2
+        sources = [torch.ones(moved // 2, dtype=torch.uint8, device=place.device) for _ in range(SETS)]
+        targets = [torch.empty_like(source) for source in sources]
+        ahead = torch.empty(2**20 if place.dry else 2**31, dtype=torch.uint8, device=place.device)
+        times: dict[str, list[float]] = {"kernel_us": [], "copy_us": []}
+        for index in range(REPEATS + 5):
+            number = index % SETS
+            kernel = _timed(place, lambda: ops.mhc_post(*sets[number]), ahead)
+            copy = _timed(place, lambda: targets[number].copy_(sources[number]), ahead)
+            if index >= 5:
+                times["kernel_us"].append(kernel)
+                times["copy_us"].append(copy)
+        found[name] = {**times, "kernel_bytes": moved, "copy_bytes": 2 * (moved // 2)}
+
+
+def _timed(place: Place, call: Callable[[], Any], ahead: torch.Tensor) -> float:
+    """Microseconds on the device. ``ahead`` is filled first, which takes the device longer than the host needs to
+    issue the call: otherwise the host's time would be measured."""
+    if place.dry:
+        began = time.perf_counter()
+        call()
+        return (time.perf_counter() - began) * 1e6
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    ahead.fill_(1)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000
+
+
+def decode(place: Place, record: Record) -> None:
+    """4 Flash-width layers (window, ratio 4, 128, 4), 64 experts, batch 1, after 128 tokens: milliseconds per step."""
+    with record.block("decode_speed_up") as (found,):
+        config = wide_config("flash", place, layers=4, ratios=(0, 4, 128, 4), experts=64)
+        config = config.resized(num_hash_layers=0)
+        steps, tokens = (3 if place.dry else 40), random_tokens(128, 5)
+        found["ours"] = _ours(config, place, steps, tokens)
+        found["theirs"] = _hugging_face(config, place, steps, tokens)
+
+
+@torch.no_grad()
+def _ours(config: Any, place: Place, steps: int, tokens: list[int]) -> list[float]:
+    """Whole steps: inputs built on the host, copied, replayed, token chosen and read back."""
+    settings = settings_of(
+        place,
+        "full",
+        numerics="official",
+        token_budget=128,
+        max_requests=1,
+        max_seq_len=512,
+        num_blocks=2,
+        cache_storage="fp8",
+    )
+    engine = random_engine(config, settings, "full")
+    sequence = Sequence()
+    logits, _ = engine.runner.run([sequence.segment(tokens, (len(tokens) - 1,))])
+    token, times = logits.argmax(-1).item(), []
+    for _ in range(steps):
+        began = time.perf_counter()
+        logits, _ = engine.runner.run([sequence.segment([token], (0,))])
+        token = logits.argmax(-1).item()
+        times.append((time.perf_counter() - began) * 1000)
+    step = engine.started.captured.get("step")
+    if step is not None and step.last_path.kind != "full":
+        raise RuntimeError(f"decode must replay full graphs, got {step.last_path}")
+    return times[2:] if not place.dry else times
+
+
+@torch.no_grad()
+def _hugging_face(config: Any, place: Place, steps: int, tokens: list[int]) -> list[float]:
+    """``DeepseekV4ForCausalLM`` in bf16, eager, with its own cache; random weights made on the device."""
+    from transformers import DeepseekV4ForCausalLM
+
+    from tests.hf_model import hf_config
+
+    made = hf_config(config)
+    made._attn_implementation = "eager"
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if place.dry else torch.bfloat16)
+    try:
+        with torch.device(place.device):
+            model = DeepseekV4ForCausalLM(made).eval()
+    finally:
+        torch.set_default_dtype(default)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.02)
+    out = model(input_ids=torch.tensor([tokens], device=place.device), use_cache=True)
+    cache, token, times = out.past_key_values, out.logits[:, -1:].argmax(-1), []
+    for _ in range(steps):
+        place.synchronize()
+        began = time.perf_counter()
+        out = model(input_ids=token, past_key_values=cache, use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+        token.item()
+        times.append((time.perf_counter() - began) * 1000)
+    return times[2:] if not place.dry else times
+
+
+# ---- first requests --------------------------------------------------------------------------------------------------
+
+PATHS = {
+    "eager": ("off", {}),
+    "full": ("full", {}),
+    "piecewise": ("piecewise", {}),
+    "full.drafting": ("full", {"draft_tokens": 1}),
+}
+_REPEATS = 3
+
+
+def first_request(place: Place, record: Record) -> None:
+    """Fresh processes start together; once all are ready, each serves its ten requests alone, in turn."""
+    command = [sys.executable, "-m", "tools.gpu_check", "serve", *(["--dry"] if place.dry else []), str(place.cache)]
+    repeats = 1 if place.dry else _REPEATS
+    started = []
+    with record.block("first_request") as (found,):
+        try:
+            for path in PATHS:
+                for _ in range(repeats):
+                    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+                    started.append((path, subprocess.Popen([*command, path], **pipes)))
+            for path, process in started:
+                _await(process, path)
+            for path, process in started:
+                process.stdin.write("go\n")
+                process.stdin.flush()
+                times = json.loads(_await(process, path, "times "))
+                samples = found.setdefault(path, {"first_s": [], "tenth_s": [], "all_s": []})
+                samples["first_s"].append(times[0])
+                samples["tenth_s"].append(times[9])
+                samples["all_s"].append(times)
+        finally:
+            for _, process in started:
+                process.kill()
+
+
+def _await(process: subprocess.Popen, path: str, prefix: str = "ready") -> str:
+    """The rest of the next line that begins with ``prefix``."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(prefix):
+            return line[len(prefix) :]
+    raise RuntimeError(f"a process that serves {path} ended with {process.wait()} before its line {prefix!r}")
+
+
+def serve(place: Place, path: str) -> None:
+    """Start an engine, say so, wait for a line, then serve ten prompts of the same length, 4 new tokens each."""
+    mode, more = PATHS[path]
+    budget = 32 if place.dry else 512
+    engine = nano_engine(place, mode, max_seq_len=1024, max_requests=4, num_blocks=16, token_budget=budget, **more)
+    params = SamplingParams(max_new_tokens=4)
+    prompts = [random_tokens(60, seed) for seed in range(10)]
+    print("ready", flush=True)
+    sys.stdin.readline()
+    times = []
+    for prompt in prompts:
+        began = time.perf_counter()
+        engine.generate([prompt], params)
+        times.append(time.perf_counter() - began)
+    print("times", json.dumps(times), flush=True)

@@ -1,0 +1,86 @@
+"""Recomputes a report from its raw samples: every value and pass, the points that must exist, and the clean tree."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .points import POINTS, SampleError
+
+TOP_KEYS = ("gpu", "torch", "triton", "commit", "clean_tree", "started", "seconds", "kernels", "warm_keys", "points")
+POINT_KEYS = ("question", "samples", "value", "bar", "sense", "pass", "seconds", "command")
+
+
+def problems(report: dict[str, Any], missed: dict[str, dict[str, Any]]) -> list[str]:
+    """Everything that is wrong with ``report``, each beginning with the point or key that it is about.
+
+    Args:
+        report: as written by a run.
+        missed: goals that are stated as missed, by point: ``value`` (what was measured) and ``reason``.
+    """
+    found = [f"{key}: the report lacks it" for key in TOP_KEYS if key not in report]
+    if report.get("clean_tree") is not True:
+        found.append(f"clean_tree: must be true, got {report.get('clean_tree')!r}")
+    if not isinstance(report.get("commit"), str) or len(report["commit"]) != 40:
+        found.append(f"commit: must be 40 hex digits, got {report.get('commit')!r}")
+    for key in ("kernels", "warm_keys"):
+        if not report.get(key):
+            found.append(f"{key}: must name at least one, got {report.get(key)!r}")
+    points = report.get("points", {})
+    found += [f"{name}: not a known point" for name in points if name not in POINTS]
+    for name in POINTS:
+        found += [f"{name}: {text}" for text in _point_problems(name, points.get(name), missed.get(name))]
+    for name, stated in missed.items():
+        if name not in POINTS:
+            found.append(f"{name}: stated as missed, but not a known point")
+        elif not stated.get("reason"):
+            found.append(f"{name}: stated as missed without a reason")
+        elif points.get(name, {}).get("pass") is True:
+            found.append(f"{name}: stated as missed, but it passes")
+    return found
+
+
+def _point_problems(name: str, entry: dict[str, Any] | None, stated: dict[str, Any] | None) -> list[str]:
+    if entry is None:
+        return ["the report lacks the point"]
+    lacking = [f"lacks {key}" for key in POINT_KEYS if key not in entry]
+    if lacking:
+        return lacking
+    point, found = POINTS[name], []
+    for key in ("question", "bar", "sense"):
+        if entry[key] != getattr(point, key):
+            found.append(f"{key} must be {getattr(point, key)!r}, got {entry[key]!r}")
+    try:
+        value, passed = point.judge(entry["samples"])
+    except SampleError as error:
+        value, passed = None, False
+        if stated is None:
+            found.append(f"{error}" + (f"; the run recorded: {entry['error']}" if entry.get("error") else ""))
+    if entry.get("error"):
+        passed = False
+    if entry["value"] != value:
+        found.append(f"value must be {value!r} by the rule {point.rule}, got {entry['value']!r}")
+    if entry["pass"] is not passed:
+        found.append(f"pass must be {passed}, got {entry['pass']!r}")
+    if not passed and stated is None:
+        found.append(f"failed: {value!r} is not {point.sense} {point.bar!r}" + _because(entry))
+    if stated is not None and not passed and stated.get("value") != value:
+        found.append(f"the value stated as missed must be the measured {value!r}, got {stated.get('value')!r}")
+    return found
+
+
+def _because(entry: dict[str, Any]) -> str:
+    return f" ({entry['error']})" if entry.get("error") else ""
+
+
+def validate(path: Path, missed_path: Path) -> int:
+    """Print what is wrong, then the stated misses; 0 if nothing is wrong."""
+    report = json.loads(path.read_text())
+    missed = json.loads(missed_path.read_text()) if missed_path.is_file() else {}
+    found = problems(report, missed)
+    for text in found:
+        print(f"WRONG   {text}")
+    for name, stated in missed.items():
+        print(f"MISSED  {name}: {stated.get('value')}, {stated.get('reason')}")
+    passed = sum(entry.get("pass") is True for entry in report.get("points", {}).values())
+    print(f"{passed} of {len(POINTS)} points pass, {len(missed)} stated as missed, {len(found)} problems in {path}")
+    return 1 if found else 0

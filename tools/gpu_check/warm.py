@@ -1,0 +1,185 @@
+"""The prewarm: its seconds and keys, cold and warm, in child processes; what it must refuse."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4 import ops
+from dsv4.config import flash_config, pro_config
+from dsv4.graphs.jit_monitor import JitMonitor
+from dsv4.ops import _runtime
+from dsv4.ops._jit_libraries import jit_libraries
+
+from .common import NANO, ROOT, Place, Record
+from .models import LIBRARIES, nano_engine, settings_of, using_backend
+
+GEMM_OPS = ("linear", "fp8_linear", "grouped_o_proj", "expert_ffn", "shared_expert", "indexer_logits")
+MHC_OPS = ("mhc_pre", "mhc_post", "mhc_post_pre", "mhc_head")
+CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "DG_JIT_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
+
+
+def cache_environment(folder: Path) -> dict[str, str]:
+    """Environment in which every kernel cache lies below ``folder``."""
+    return os.environ | {name: str(folder / name.lower()) for name in CACHE_VARIABLES}
+
+
+def child(place: Place, function: str, *arguments: str, environment: dict[str, str], timeout: float) -> dict[str, Any]:
+    """Run a function of :data:`CHILDREN` in a fresh process and return what it printed last."""
+    command = [
+        sys.executable,
+        "-m",
+        "tools.gpu_check",
+        "child",
+        function,
+        *arguments,
+        *(["--dry"] if place.dry else []),
+    ]
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": timeout}
+    done = subprocess.run(command, **options, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{function} {' '.join(arguments)} ended with {done.returncode}: {done.stderr[-1500:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def cold_and_warm(place: Place, record: Record) -> None:
+    """Everything for Flash from empty caches, then again in new processes; the caches stay for the other sections."""
+    for backend in LIBRARIES:
+        folder = place.cache / f"kernels_{backend}"
+        with record.block("prewarm_cold_s", "prewarm_warm_s", "gemm_keys") as (cold, warm, gemm):
+            first = child(place, "prewarm", backend, environment=cache_environment(folder), timeout=150)
+            again = child(place, "prewarm", backend, environment=cache_environment(folder), timeout=60)
+            cold[backend], warm[backend] = ({"wall_s": r["wall_s"]} for r in (first, again))
+            gemm[backend] = len([key for key in first["keys"] if key[0] in GEMM_OPS or "gemm" in str(key[0])])
+            record.samples.setdefault("prewarm_details", {})[backend] = {"cold": first, "warm": again}
+
+
+def prewarm_child(place: Place, backend: str) -> dict[str, Any]:
+    from dsv4.prewarming import warm_kernels
+
+    began = time.perf_counter()
+    budget = 8 if place.dry else 8192
+    settings = settings_of(
+        place, "off", backend, numerics="official", token_budget=budget, max_requests=8, prewarm_workers=16
+    )
+    config = settings_of_width("flash", place)
+    report = warm_kernels(config, settings, count=True)
+    jit = report.jit.to_dict() if report.jit else {"libraries": {}}
+    return {
+        "wall_s": report.wall_seconds, "process_s": time.perf_counter() - began, "num_keys": len(report.keys),
+        "keys": [list(key) for key in report.keys],
+        "jit": {n: {k: v for k, v in each.items() if k != "keys"} for n, each in jit["libraries"].items()},
+        "slowest": sorted(((round(s, 2), str(k)) for k, s in report.seconds.items()), reverse=True)[:6],
+    }  # fmt: skip
+
+
+def settings_of_width(width: str, place: Place) -> Any:
+    from dsv4.config import ModelConfig
+
+    return ModelConfig.from_json(NANO) if place.dry else {"flash": flash_config, "pro": pro_config}[width]()
+
+
+def mhc_compilations(place: Place, record: Record) -> None:
+    """Compilations of everything that mHC needs at one width, both activation sites, from an empty cache."""
+    for backend, name in (("triton", "triton"), ("libraries", "tilelang")):
+        for width in ("flash", "pro"):
+            with record.block("mhc_compilations") as (found,), tempfile.TemporaryDirectory() as folder:
+                result = child(place, "mhc", backend, width, environment=cache_environment(Path(folder)), timeout=120)
+                found.setdefault(name, {})[width] = result["compilations"]
+
+
+def mhc_child(place: Place, backend: str, width: str) -> dict[str, Any]:
+    from dsv4.prewarming import prewarm_cases, run_case
+
+    config = settings_of_width(width, place)
+    with using_backend(backend, place), JitMonitor(libraries=jit_libraries()) as monitor:
+        cases = [c for c in prewarm_cases(config, place.device, 8192) if c.op in MHC_OPS]
+        for case in cases:
+            run_case(case)
+        place.synchronize()
+        report = monitor.report()
+    return {"compilations": report.compilations, "cases": len(cases)}
+
+
+def switched_off(place: Place, record: Record) -> None:
+    """``DSV4_PREWARM=0`` skips the kernels."""
+    with record.block("prewarm_off") as (found,), tempfile.TemporaryDirectory() as folder:
+        environment = cache_environment(Path(folder)) | {"DSV4_PREWARM": "0"}
+        found |= child(place, "off", environment=environment, timeout=90)
+
+
+def off_child(place: Place) -> dict[str, Any]:
+    from dsv4.prewarming import warm_kernels
+
+    settings = settings_of(place, "off", numerics="official", token_budget=512)
+    with JitMonitor(libraries=jit_libraries()) as monitor:
+        report = warm_kernels(settings_of_width("flash", place), settings)
+    return {
+        "run": len(report.seconds), "compilations": monitor.report().compilations,
+        "warm_keys": len(_runtime.warm_keys()),
+    }  # fmt: skip
+
+
+def before_capture(place: Place, record: Record) -> None:
+    """A spy on the prewarm and on every graph shows their order, on the step that the capture stage really runs."""
+    from dsv4 import hardware
+    from dsv4.graphs import device_graphs
+
+    with record.block("prewarm_before_capture") as (found,):
+        events: list[str] = []
+        warm, graph = hardware.warm_kernels, device_graphs._CudaGraph.capture
+
+        def spy_warm(*args: Any, **kwargs: Any) -> Any:
+            events.append("prewarm")
+            return warm(*args, **kwargs)
+
+        def spy_capture(self: Any, fn: Any) -> Any:
+            events.append("capture")
+            return graph(self, fn)
+
+        hardware.warm_kernels, device_graphs._CudaGraph.capture = spy_warm, spy_capture
+        try:
+            nano_engine(place, "full", token_budget=64, max_requests=4, max_seq_len=256, num_blocks=4)
+        finally:
+            hardware.warm_kernels, device_graphs._CudaGraph.capture = warm, graph
+        found["nano"] = {"events": events}
+
+
+def cold_key(place: Place, record: Record) -> None:
+    """A specialisation that nobody warmed, and a prewarm, met while capturing: errors that say so. Runs last."""
+    with record.block("cold_key_in_capture") as (found,):
+        x, weight = torch.randn(3, 1234, device=place.device), torch.randn(1234, device=place.device)
+        found["rms_norm"] = {
+            "message": _while_capturing(lambda: ops.rms_norm(x, weight, eps=1e-6), _runtime.ColdKernelError),
+            "must_name": ["rms_norm", "1234", "prewarm"],
+        }
+    with record.block("cold_key_in_capture") as (found,):
+        from dsv4.prewarming import warm_kernels
+
+        settings = settings_of(place, "off", token_budget=64, max_requests=4)
+        found["prewarm"] = {
+            "message": _while_capturing(
+                lambda: warm_kernels(settings_of_width("flash", place), settings), RuntimeError
+            ),
+            "must_name": ["outside stream capture", "before the first capture"],
+        }
+
+
+def _while_capturing(call: Any, kind: type[Exception]) -> str:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except kind as error:
+        return str(error)
+    return "no error"
+
+
+CHILDREN = {"prewarm": prewarm_child, "mhc": mhc_child, "off": off_child}
