@@ -19,15 +19,18 @@ from .ops.shapes import SHAPES, Shape
 logger = logging.getLogger(__name__)
 
 RATIOS = (0, 4, 128)
-_UNUSED_KEYS = frozenset({
-    "architectures", "attention_dropout", "initializer_range", "use_cache", "torch_dtype", "dtype",
-    "transformers_version", "pad_token_id",
-})  # fmt: skip
+_UNUSED_KEYS = {"architectures", "attention_dropout", "initializer_range", "use_cache", "torch_dtype", "dtype",
+                "transformers_version", "pad_token_id"}  # fmt: skip
 
 
 def default_compile_cache() -> Path:
     """Directory of compiled pieces in the user's cache directory (``XDG_CACHE_HOME``, else ``~/.cache``)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4" / "compile"
+
+
+def deep_gemm_cache() -> Path:
+    """Where DeepGEMM keeps what it compiled (``DG_JIT_CACHE_DIR``, else ``~/.deep_gemm``)."""
+    return Path(os.environ.get("DG_JIT_CACHE_DIR") or Path.home() / ".deep_gemm")
 
 
 def prewarm_enabled() -> bool:

@@ -3,27 +3,34 @@
 The module is not called ``prewarm``, because importing it would then replace the function ``dsv4.prewarm``.
 """
 
+import sys
 import weakref
 from collections.abc import Hashable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from . import ops
-from .config import ModelConfig, default_compile_cache, prewarm_enabled
+from .compile import jit_events
+from .config import ModelConfig, deep_gemm_cache, default_compile_cache, prewarm_enabled
 from .engine_config import EngineConfig
 from .execution import ExpertWeights
-from .graphs.jit_monitor import JitMonitor
+from .graphs.deep_gemm_cache import counter as deep_gemm_counter
+from .graphs.jit_monitor import Counter, JitMonitor, KeyCounts
 from .graphs.prewarm import PrewarmReport, prewarm
 from .model import DeepseekV4
 from .ops import PrewarmCase, _backends, _runtime
-from .ops._jit_libraries import jit_libraries
+from .ops._jit_libraries import NAMES
 from .prewarm_progress import prewarm_progress
 
 LAYER_MODULES = frozenset(f"{__package__}.{name}" for name in ("model", "attention", "layers", "moe"))
 """Modules whose layers the op cases cover."""
+LIBRARIES = ("triton", "tilelang", "deep_gemm", "inductor")
+"""Everything that compiles kernels at run time."""
+_NOT_IMPORTED = "not imported in this process"
 PREWARM_TOKENS = 8192
 """Rows of a step for which a model is warmed that no engine serves."""
 
@@ -81,9 +88,10 @@ def warm_kernels(
         "gemm_backend": settings.gemm_backend,
         "expert_weights": settings.expert_weights,
     }
+    cases = prewarm_cases(config, device, settings.max_rows, settings.expert_weights)  # imports what they need
     with prewarm_progress() as progress:
         report = prewarm(
-            prewarm_cases(config, device, settings.max_rows, settings.expert_weights),
+            cases,
             run=run_case,
             is_warm=_runtime.is_warm,
             mark_warm=_runtime.mark_warm,
@@ -94,7 +102,7 @@ def warm_kernels(
             progress=progress,
             group=group or _world(),
             store=store,
-            monitor=JitMonitor(libraries=jit_libraries()) if count else None,
+            monitor=_monitor() if count else None,
             enabled=prewarm_enabled(),
         )
     name = _name(config, settings)
@@ -115,6 +123,40 @@ def run_case(case: PrewarmCase) -> None:
     args, kwargs = case.arguments()
     with _runtime.no_first_use():
         ops.spec(case.op).overload(*args, **kwargs)
+
+
+def _monitor() -> JitMonitor:
+    """Of the libraries that this process has imported; one that it has not cannot compile anything."""
+    libraries = {name: sys.modules.get(name, _NOT_IMPORTED) for name in NAMES}
+    counters: dict[str, Counter] = {}
+    if "deep_gemm" in sys.modules:
+        counters["deep_gemm"] = deep_gemm_counter(deep_gemm_cache())
+    if "torch._inductor.graph" in sys.modules:
+        counters["inductor"] = lambda: {key: KeyCounts(*counts) for key, counts in jit_events().items()}
+    return JitMonitor(libraries=libraries, counters=counters)
+
+
+def library_counts(report: PrewarmReport) -> dict[str, dict[str, Any]]:
+    """Per library ``keys``, ``misses`` (compiled), ``hits`` (loaded from disk), ``seconds``; or why it is ``absent``.
+
+    DeepGEMM's loads leave no trace in this process: its hits are the keys that ran and were not compiled.
+    """
+    if report.jit is None:
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for name in LIBRARIES:
+        if name not in report.jit.libraries:
+            reason = report.jit.absent.get(name) or report.jit.unwatched.get(name) or _NOT_IMPORTED
+            found[name] = {"keys": 0, "misses": 0, "hits": 0, "seconds": 0.0, "absent": reason}
+            continue
+        keys, total = report.jit.libraries[name], report.jit.total(name)
+        own = [seconds for key, seconds in report.seconds.items() if key[0] == name]
+        hits = max(0, len(own) - total.compilations) if name == "deep_gemm" else total.loads
+        seconds = sum(own) if name == "deep_gemm" else total.seconds
+        found[name] = {
+            "keys": max(len(keys), len(own)), "misses": total.compilations, "hits": hits, "seconds": seconds,
+        }  # fmt: skip
+    return found
 
 
 def _world() -> dist.ProcessGroup | None:

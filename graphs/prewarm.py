@@ -75,6 +75,11 @@ class PrewarmReport:
     wait_seconds: float
     jit: JitReport | None
 
+    @property
+    def rank_skew_seconds(self) -> float:
+        """Between the first and the last rank to be warm, had all begun at once."""
+        return max(self.rank_seconds) - min(self.rank_seconds) if self.rank_seconds else 0.0
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return vars(self) | {
@@ -82,6 +87,7 @@ class PrewarmReport:
             "seconds": {key_text(key): seconds for key, seconds in self.seconds.items()},
             "skipped": [key_text(key) for key in self.skipped],
             "rank_seconds": list(self.rank_seconds),
+            "rank_skew_seconds": self.rank_skew_seconds,
             "jit": None if self.jit is None else self.jit.to_dict(),
         }
 

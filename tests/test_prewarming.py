@@ -18,6 +18,7 @@ from dsv4.checkpoint import Checkpoint
 from dsv4.config import flash_config
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
+from dsv4.graphs.jit_monitor import JitReport, KeyCounts
 from dsv4.graphs.warmer import PrewarmError
 from dsv4.model import DeepseekV4
 from dsv4.ops import _registry, _runtime
@@ -238,3 +239,21 @@ def test_ranks_of_torch_distributed_agree(tmp_path: Path):
     assert {f["differs"] for f in found} == {head + "rank 1: settings.token_budget is 64, not 128"}
     assert found[0]["decision"] == found[1]["decision"] and [len(f["rank_seconds"]) for f in found] == [2, 2]
     assert all(f["armed"] == 0 for f in found)
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_counts_per_library():
+    """Compiled and loaded per library; DeepGEMM shows only what it compiled, the rest of its keys were on disk."""
+    triton = {"a": KeyCounts(1, 0, 2.0), "b": KeyCounts(0, 1, 0.1)}
+    libraries = {"triton": triton, "deep_gemm": {"x": KeyCounts(1, 0, 3.0)}}
+    jit = JitReport(libraries=libraries, absent={"tilelang": "not installed"}, unwatched={}, refused={})
+    keys = {("deep_gemm", 1): 3.0, ("deep_gemm", 2): 0.5, ("rms_norm", 1): 2.0, ("linear", 2): 0.2}
+    found = prewarming.library_counts(SimpleNamespace(jit=jit, seconds=keys))
+    assert list(found) == ["triton", "tilelang", "deep_gemm", "inductor"]
+    assert found["triton"] == {"keys": 2, "misses": 1, "hits": 1, "seconds": pytest.approx(2.1)}
+    assert found["deep_gemm"] == {"keys": 2, "misses": 1, "hits": 1, "seconds": 3.5}
+    assert found["tilelang"]["absent"] == "not installed"
+    assert found["inductor"].pop("absent") == "not imported in this process" and not any(found["inductor"].values())
+    assert prewarming.library_counts(SimpleNamespace(jit=None)) == {}
