@@ -1,0 +1,92 @@
+"""An engine on graphs of CPU tensors: tokens, drafts, padded replays and poison; and that the measurements see faults.
+
+The same measurements run on a GPU in ``test_gpu_engine.py``.
+"""
+
+import pytest
+import torch
+
+from dsv4.capture_stage import draft_ladder, step_ladder
+from dsv4.engine import Engine
+
+from ..engines import greedy
+from ..simulated_hardware import make, prompts, settings_of
+from ..tiny_model import TinyCheckpoint, tiny_config
+from . import gpu_measure
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return TinyCheckpoint.write(tiny_config((4, 128)), tmp_path_factory.mktemp("tiny")).model("exact")
+
+
+@pytest.mark.parametrize("draft_tokens, length", [
+    (0, 21), (2, 21), pytest.param(1, 300, marks=pytest.mark.slow), pytest.param(3, 300, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_tokens_are_those_of_an_eager_engine(tiny, draft_tokens, length):
+    """Also the drafts: they read streams of the step, and of each other, from memory that the next replay overwrites.
+
+    Prompts of 300 tokens come twice, so that the second draws on the prefix of the first.
+    """
+    eager = Engine.from_model(tiny, settings_of(draft_tokens=draft_tokens))
+    with make(tiny, draft_tokens=draft_tokens) as engine:
+        for batch in [prompts(3, length)] if length < 256 else [prompts(2, length)] * 2:
+            got, want = (e.generate(batch, greedy(8, ignore_eos=True)) for e in (engine, eager))
+            assert [c.token_ids for c in got] == [c.token_ids for c in want]
+            assert [c.drafted_tokens for c in got] == [c.drafted_tokens for c in want]
+        assert (got[0].cached_tokens, got[0].drafted_tokens > 0) == (256 * (length > 256), draft_tokens > 0)
+        for step in engine.started.captured.values():
+            assert set(step.path_counts) == {"full"}
+        pairs = zip(engine.runner.caches.tensors(), eager.runner.caches.tensors(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_draft_that_kept_a_view_would_be_seen(tiny, monkeypatch):
+    """What a captured function returns is overwritten by its next replay: the reason why drafting copies."""
+    engine = make(tiny)
+    a, b = (engine.runner.inputs([gpu_measure.placed(engine, n).segment([7 + n], (0,))]) for n in range(2))
+    first = engine.runner.step(a, engine.runner.caches)[1]
+    kept = first.clone()
+    engine.runner.draft(a, engine.runner.caches, first)  # has a pool of its own
+    assert torch.equal(first, kept)
+    engine.runner.step(b, engine.runner.caches)
+    assert not torch.equal(first, kept)
+
+
+@pytest.fixture(scope="module")
+def measured(tiny):
+    return make(tiny)
+
+
+def test_replays_equal_eager_calls(measured):
+    for padded in (True, False):
+        found = gpu_measure.replay_differences(measured, padded=padded)
+        for function, ladder in (("step", step_ladder), ("draft", draft_ladder)):
+            buckets = {str(b.tokens) for b in ladder(measured.settings).buckets}
+            assert found[function]["prefill"].keys() == buckets
+            assert found[function].keys() == {"prefill", "decode", "mixed"} | (
+                {"verify"} if function == "step" else set()
+            )
+        errors = {n: e for kinds in found.values() for sizes in kinds.values() for n, e in sizes.items() if e}
+        assert errors == {}
+
+
+def test_a_wrong_replay_is_measured(measured, monkeypatch):
+    """The measurement itself: outputs of which one element is off, in one bucket."""
+    step = measured.started.captured["step"]
+    bucket = step.ladder.buckets[2]
+    tape = step._tapes[bucket]
+    monkeypatch.setattr(tape, "runs", [*tape.runs, lambda: tape.outputs[1][0, 0, 0].add_(1)])
+    found = gpu_measure.replay_differences(measured, padded=True)["step"]
+    assert {n for sizes in found.values() for n, errors in sizes.items() if errors} == {str(bucket.tokens)}
+
+
+def test_poison_changes_nothing(measured):
+    found = gpu_measure.poison_differences(measured)
+    assert found.keys() == {f"{how}{kind}" for how in ("", "draft of ") for kind in ("prefill", "mixed", "decode")}
+    assert all(counts == {"not_finite": 0, "differing": 0} for counts in found.values()), found
+
+
+def test_rows_alone_and_among_others(tiny):
+    engine = make(tiny, max_requests=2, draft_tokens=3, num_blocks=4, token_budget=8)
+    assert gpu_measure.rows_alone_and_among(engine, 8, rows=7, history=20) == 0

@@ -1,0 +1,285 @@
+"""Start-up: the order of its stages, what is left when capture fails, what close frees, and agreement of ranks.
+
+Everything here runs on simulated hardware; that a device does what it is asked is shown by ``graphs/test_gpu_engine``.
+"""
+
+import gc
+import logging
+import threading
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from dsv4 import compile_stage, start_up as start_up_module
+from dsv4.cache_sizing import plan_cache
+from dsv4.capture_stage import draft_ladder, step_ladder
+from dsv4.compile import compile_model
+from dsv4.engine import Engine
+from dsv4.graphs.pieces import CapturedPieces, CaptureError, CaptureMemoryError
+from dsv4.graphs.ranks import Ranks
+
+from .engines import greedy
+from .graphs.gpu_measure import placed
+from .simulated_hardware import SimulatedHardware, make, prompts, settings_of
+from .tiny_model import TinyCheckpoint, tiny_config
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return TinyCheckpoint.write(tiny_config((4,)), tmp_path_factory.mktemp("tiny")).model("exact")
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def spied(monkeypatch, hardware: SimulatedHardware) -> None:
+    """Record the stages of start-up, warm-ups and captures among the events of ``hardware``."""
+    events = hardware.events
+
+    def spy(owner, name: str, text) -> None:
+        original = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            events.append(text(*args, **kwargs))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    def rows(args) -> int:
+        return len((args[0]).positions)
+
+    spy(start_up_module, "compile_functions", lambda runner, settings: "compile")
+    spy(Ranks, "exchange", lambda self, name, value: f"meet: {name}")
+    spy(CapturedPieces, "problems", lambda self, args: f"warm-up {rows(args)}")
+    spy(CapturedPieces, "capture", lambda self, label, mode, args, watched: f"{mode} {rows(args)}")
+    spy(start_up_module, "allocate_caches", lambda *args, num_blocks, **sizes: f"allocate {num_blocks}")
+
+
+@pytest.mark.parametrize("graph_mode", ["full", "piecewise"])
+def test_order_of_the_stages(tiny, monkeypatch, graph_mode):
+    hardware = SimulatedHardware(graph_mode)
+    spied(monkeypatch, hardware)
+    monkeypatch.setattr(compile_stage, "compile_model", eager_pieces)
+    engine = make(tiny, hardware, compile="piecewise")
+    step, draft = ([b.tokens for b in ladder(engine.settings).largest_first] for ladder in (step_ladder, draft_ladder))
+    kinds = ("capture", "settle", "reset", "release")  # of graphs, in between
+    events = [e for e in hardware.events if e not in kinds]
+    assert step[0] == 6 and draft[0] == 9
+    assert events == [
+        "allocate 1",
+        "prewarm",
+        "compile",
+        "meet: compiled",
+        "watch the peak",
+        *(f"warm-up {n}" for n in (*step, *draft)),
+        "read the peak",
+        f"{graph_mode} 6",
+        f"{graph_mode} 9",
+        "release cached",
+        "measure",
+        "meet: caches",
+        "allocate 6",
+        *(f"{graph_mode} {n}" for n in (*step, *draft)),
+    ]
+    first_capture = hardware.events.index("capture")
+    assert hardware.events.index("prewarm") < first_capture
+    assert hardware.events.count("release") == 2  # what the trials captured is gone before anything is measured
+    assert max(i for i, e in enumerate(hardware.events) if e == "release") < hardware.events.index("measure")
+
+
+def eager_pieces(fn, **options):
+    """Pieces as they were traced: this machine's compiler would take a minute."""
+    return compile_model(fn, options["boundary_ops"], options["mode"], backend="eager")
+
+
+def test_the_table(tiny):
+    engine = make(tiny)
+    started, rows = engine.started, engine.started.table()
+    stages = ["prewarm", "barrier", "warm", "trial", "empty", "caches", "capture step", "capture draft"]
+    assert sorted(row.stage for row in rows) == sorted(stages)
+    assert all(row.seconds >= 0 for row in rows)
+    found = {row.stage: row for row in rows}
+    for name, report in started.capture_reports.items():
+        assert found[f"capture {name}"].graphs == report.graphs == len(started.captured[name].ladder.buckets)
+        assert found[f"capture {name}"].mib == report.mib > 0
+    assert found["caches"].mib == engine.runner.caches.bytes() / 2**20
+    assert started.late_compilations == () and started.ready_at > 0
+    cpu = Engine.from_model(tiny, settings_of())
+    assert [row.stage for row in cpu.started.table()] == ["barrier", "caches"] and cpu.started.captured == {}
+
+
+def test_capture_progress(tiny, capsys):
+    settings = settings_of()
+    Engine.from_model(tiny, settings, hardware=SimulatedHardware())
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("capture")]
+    assert len(lines) == len(step_ladder(settings).buckets) + len(draft_ladder(settings).buckets)
+    assert lines[0].startswith(f"capture 1/{len(lines)} done step: 6 tokens, 3 requests, 6 logit rows, full ")
+    assert lines[-1].startswith(f"capture {len(lines)}/{len(lines)} done draft: 1 tokens, ")
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pools", [(2000, 1 << 26), (1 << 26, 2000)], ids=["step", "draft"])
+def test_auto_without_memory_serves_eagerly_and_says_so(tiny, caplog, pools):
+    eager = Engine.from_model(tiny, settings_of())
+    with caplog.at_level(logging.ERROR, logger=start_up_module.__name__):
+        engine = make(tiny, SimulatedHardware("auto", pools=pools))
+    assert "steps will run eagerly, which is slow, because their capture failed" in caplog.text
+    error = engine.started.capture_error
+    assert isinstance(error, CaptureMemoryError) and "must fit into device memory" in str(error)
+    assert engine.started.capture_reports == {}
+    assert [(r.graphs, r.mib) for r in engine.started.table() if r.stage == "capture"] in ([(0, 0.0)], [])
+    batch = prompts(2)
+    got, want = (e.generate(batch, greedy(4)) for e in (engine, eager))
+    assert [c.token_ids for c in got] == [c.token_ids for c in want]
+    path = engine.started.captured["step"].last_path
+    assert path.kind == "eager" and path.reason == f"capture failed: {error}"
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise"])
+def test_a_chosen_mode_without_memory_raises_and_leaves_the_model_usable(tiny, monkeypatch, mode):
+    monkeypatch.setattr(compile_stage, "compile_model", eager_pieces)
+    hardware = SimulatedHardware(mode, pools=(2000,))
+    made: list[weakref.ref] = []
+    allocate = start_up_module.allocate_caches
+
+    def watched(*args, **kwargs):
+        caches = allocate(*args, **kwargs)
+        made.extend(weakref.ref(t) for t in caches.tensors())
+        return caches
+
+    monkeypatch.setattr(start_up_module, "allocate_caches", watched)
+    with pytest.raises(CaptureMemoryError, match="must fit into device memory, got arena of") as error:
+        make(tiny, hardware, compile="piecewise")
+    assert made and all(ref() is None for ref in made)  # although the error, with its frames, is still there
+    assert hardware.events[-1] == "release cached" and not any(len(g.arena.live) for g in hardware.made)
+    assert error.value.__cause__ is not None
+    engine = Engine.from_model(tiny, settings_of())
+    assert engine.generate(prompts(1), greedy(2))[0].error is None
+
+
+def test_another_failure_is_never_eager(tiny, monkeypatch):
+    """A kernel that is cold under capture is a fault of ours: ``auto`` does not hide it."""
+
+    def cold(self, *args):
+        raise CaptureError("bucket of 16 tokens: cold key ('rms_norm', 96)")
+
+    monkeypatch.setattr(CapturedPieces, "capture", cold)
+    with pytest.raises(CaptureError, match=r"cold key \('rms_norm', 96\)"):
+        make(tiny, SimulatedHardware("auto"))
+
+
+def test_caches_of_another_engine_are_refused(tiny):
+    engine, other = make(tiny), Engine.from_model(tiny, settings_of())
+    inputs = engine.runner.inputs([placed(engine, 0).segment([7], (0,))])
+    with pytest.raises(ValueError, match="caches of a captured step must be those of the capture, got others"):
+        engine.runner.step(inputs, other.runner.caches)
+
+
+# ---- several engines, and the end of one -----------------------------------------------------------------------------
+
+
+def test_two_engines_in_turn(tiny):
+    engines = [make(tiny), make(tiny, draft_tokens=0, token_budget=4, chunk_tokens=4)]
+    alone = Engine.from_model(tiny, settings_of()).generate(prompts(1), greedy(6))[0].token_ids
+    for _ in range(2):
+        for engine in engines:
+            assert engine.generate(prompts(1), greedy(6))[0].token_ids == alone
+    engines[0].close()
+    assert engines[1].generate(prompts(1), greedy(6))[0].token_ids == alone
+
+
+def test_close_frees_graphs_pools_and_caches(tiny):
+    hardware = SimulatedHardware()
+    with make(tiny, hardware) as engine:
+        engine.generate(prompts(2), greedy(4))
+        caches = [weakref.ref(t) for t in engine.runner.caches.tensors()]
+        graphs = [weakref.ref(g) for owner in hardware.made for g in owner.graphs]
+        assert len(graphs) == sum(r.graphs for r in engine.started.capture_reports.values())
+    gc.collect()
+    assert all(ref() is None for ref in (*caches, *graphs))
+    assert not any(owner.arena.live for owner in hardware.made) and hardware.events[-1] == "release cached"
+    with pytest.raises(RuntimeError, match="an engine must be open to serve prompts, got one that was closed"):
+        engine.generate(prompts(1), greedy(1))
+    with pytest.raises(RuntimeError, match="a step must run on a runner that is open, got one that was closed"):
+        engine.runner.run([placed(engine, 0).segment([7])])
+    engine.close()
+
+
+def test_an_engine_that_serves_is_not_closed(tiny):
+    engine = make(tiny)
+    stream = engine.stream(prompts(1), greedy(4))
+    next(stream)
+    with pytest.raises(RuntimeError, match="an engine must be idle to be closed, got one with unfinished prompts"):
+        engine.close()
+    stream.close()
+    engine.close()
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def on_ranks(monkeypatch, call) -> list:
+    """Results, or errors, of ``call(rank)`` in two threads that share a store."""
+    store, results = dist.HashStore(), [None, None]
+    threads = []
+    for rank in range(2):
+
+        def run(rank: int = rank) -> None:
+            try:
+                results[rank] = call(rank)
+            except Exception as error:
+                results[rank] = error
+
+        threads.append(threading.Thread(target=run))
+    ranks = threading.local()
+    monkeypatch.setattr(
+        Ranks, "of", classmethod(lambda cls, group, store_, timeout: cls(ranks.number, 2, store, timedelta(seconds=60)))
+    )
+    for number, thread in enumerate(threads):
+        original = thread._target
+
+        def numbered(number: int = number, original=original) -> None:
+            ranks.number = number
+            original()
+
+        thread._target = numbered
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_ranks_agree_on_the_number_of_blocks(tiny, monkeypatch):
+    free = (1 << 28, 1 << 27)
+
+    def call(rank: int) -> tuple[int, int]:
+        hardware = SimulatedHardware("off", free=free[rank], total=1 << 28, transient=0)
+        engine = make(tiny, hardware, num_blocks=None, gpu_memory_utilization=1.0)
+        return engine.settings.num_blocks, plan_cache(
+            tiny.config, settings_of(num_blocks=None, gpu_memory_utilization=1.0), engine.started.caches.memory
+        ).num_blocks
+
+    first, second = on_ranks(monkeypatch, call)
+    assert first[0] == second[0] == second[1] < first[1]
+
+
+def test_a_rank_that_cannot_compile_fails_everywhere(tiny, monkeypatch):
+    """And nobody waits for it at the next meeting, or runs a step without it."""
+    hardware = [SimulatedHardware("off"), SimulatedHardware("off")]
+
+    def compile_functions(runner, settings):
+        if settings.max_seq_len == 256:
+            raise ValueError("no compiler")
+        return {}
+
+    monkeypatch.setattr(start_up_module, "compile_functions", compile_functions)
+    errors = on_ranks(
+        monkeypatch, lambda rank: make(tiny, hardware[rank], compile="piecewise", max_seq_len=512 - 256 * rank)
+    )
+    assert str(errors[0]) == "every rank must start up, got rank 1: ValueError: no compiler"
+    assert type(errors[1]) is ValueError and str(errors[1]) == "no compiler"
+    assert all("watch the peak" not in h.events for h in hardware)
