@@ -30,7 +30,10 @@ FLASH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REQUEST_PATHS = ("eager", "full", "piecewise", "full.drafting")
 REPLAY_RUNS = ("exact.full", "exact.piecewise", "official.full", "official.piecewise", "official.full.libraries",
                "official.piecewise.libraries")  # fmt: skip
-REPLAY_KINDS = ("prefill", "decode", "mixed", "verify", "draft")
+REPLAY_KINDS = (
+    *("step/prefill", "step/decode", "step/mixed", "step/verify"),
+    *("draft/prefill", "draft/decode", "draft/mixed"),
+)
 DETERMINISTIC_RUNS = ("exact.full", "official.full", "official.piecewise", "official.full.libraries")
 
 
@@ -151,7 +154,7 @@ POINTS: dict[str, Point] = {
         question="With pads and unowned cache bytes poisoned, how many valid results change or are not finite?",
         rule="total", bar=0, sense="==",
         needs=paths(("exact.bf16", "official.bf16", "official.fp8"), ("eager", "full"),
-                    ("prefill", "decode", "mixed", "draft")),
+                    ("prefill", "decode", "mixed", "draft of prefill", "draft of decode", "draft of mixed")),
     ),
     # ---- Flash width
     "flash_width": Point(
@@ -241,6 +244,7 @@ POINTS: dict[str, Point] = {
     ),
     "case_C8": Point(
         question="Ops without tokens: how many outputs have a wrong shape or dtype?", rule="total", bar=0, sense="==",
+        needs=("suite",),
     ),
     "case_C11": Point(
         question="A model that no op recognises: how many prewarms did not raise?", rule="unnamed", bar=0, sense="==",
