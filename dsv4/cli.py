@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args
@@ -20,7 +19,25 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from .cli_support import check_finite, check_positive, choice, emit, read_json, token_ids, vocab_size
+from .cli_support import (
+    AllRefusedError,
+    AsJson,
+    Compile,
+    EngineOptions,
+    Numerics,
+    check_finite,
+    check_positive,
+    check_prompts,
+    choice,
+    completion_payload,
+    emit,
+    engine_options,
+    out_of_memory,
+    read_json,
+    show_prewarm,
+    token_ids,
+    vocab_size,
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -33,44 +50,10 @@ app = typer.Typer(
 _UsageError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 Model = Annotated[Path, typer.Argument(help="Checkpoint directory in the official layout.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON object to stdout.")]
-Numerics = Annotated[str, typer.Option(help="exact (no activation or KV quantisation) or official.")]
-Deterministic = Annotated[bool, typer.Option("--deterministic", help="Row results independent of the batch, bitwise.")]
-Compile = Annotated[str, typer.Option(help="off, piecewise or full.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Graphs = Annotated[str, typer.Option(help="CUDA graphs: off, piecewise, full or auto.")]
-ExpertWeights = Annotated[str, typer.Option(help="FP4 experts in memory: fp4, or fp8 re-encoded without loss.")]
-CompileCache = Annotated[
-    Path | None, typer.Option(help="Directory that keeps compiled pieces; default: the user's cache directory.")
-]
-
-
-def _settings(numerics: str, deterministic: bool, compile: str, device: str, cache: Path | None = None, **more: Any):
-    from .config import default_compile_cache
-    from .engine_config import CompileMode, EngineConfig
-    from .execution import NumericsMode
-
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise ValueError(f"device must be cpu, cuda or cuda:<index>, got {device!r}")
-    return EngineConfig(
-        numerics=choice("numerics", numerics, get_args(NumericsMode)),
-        deterministic=deterministic,
-        compile=choice("compile", compile, get_args(CompileMode)),
-        device=device,
-        compile_cache=str(cache or default_compile_cache()),
-        **more,
-    )
-
-
-class _AllRefusedError(ValueError):
-    """No prompt of a batch could be served; ``payload`` has each one's reason."""
-
-    def __init__(self, message: str, payload: dict[str, Any]) -> None:
-        super().__init__(message)
-        self.payload = payload
 
 
 @app.command()
+@engine_options(compile="piecewise")
 def generate(
     model: Model,
     prompt: Annotated[list[str], typer.Option(help="Prompt text; repeat for a batch.")],
@@ -82,13 +65,8 @@ def generate(
     draft_tokens: Annotated[int, typer.Option(help="Tokens drafted by the MTP block per step; 0 = off.")] = 0,
     max_seq_len: Annotated[int, typer.Option(help="Longest sequence in tokens.")] = 4096,
     stream: Annotated[bool, typer.Option("--stream", help="Print text to stderr as it is generated.")] = False,
-    numerics: Numerics = "exact",
-    deterministic: Deterministic = False,
-    compile: Compile = "piecewise",
-    device: Device = "cpu",
-    graphs: Graphs = "off",
-    compile_cache: CompileCache = None,
-    expert_weights: ExpertWeights = "fp4",
+    *,
+    engine: EngineOptions,
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts."""
@@ -96,30 +74,25 @@ def generate(
     from .engine import Engine
     from .sampling import SamplingParams
 
-    settings = _settings(
-        numerics, deterministic, compile, device, compile_cache, draft_tokens=draft_tokens, max_seq_len=max_seq_len,
-        graphs=graphs, expert_weights=expert_weights,
-    )  # fmt: skip
+    settings = engine.settings(draft_tokens=draft_tokens, max_seq_len=max_seq_len)
     if stream and len(prompt) > 1:
         raise ValueError(f"--stream must come with one prompt, whose text it prints as it grows, got {len(prompt)}")
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens)
-    engine = Engine.from_checkpoint(model, settings)
     texts = [encode_messages([{"role": "user", "content": p}], thinking=False) for p in prompt] if chat else prompt
+    check_prompts(model, prompt, texts, settings, max_new_tokens)
     on_token = (lambda event: print(event.text, end="", file=sys.stderr, flush=True)) if stream else None
-    completions, run = engine.generate_with_stats(texts, params, on_token=on_token)
+    serving = Engine.from_checkpoint(model, settings)
+    completions, run = serving.generate_with_stats(texts, params, on_token=on_token)
     payload = {
-        "completions": [
-            {"prompt": text, **{k: v for k, v in dataclasses.asdict(c).items() if k != "request_id"}}
-            for text, c in zip(prompt, completions, strict=True)
-        ],
-        "timings": dataclasses.asdict(engine.timings) | dataclasses.asdict(run),
+        "completions": [completion_payload(text, c) for text, c in zip(prompt, completions, strict=True)],
+        "timings": dataclasses.asdict(serving.timings) | dataclasses.asdict(run),
     }
 
-    refused = [f"prompt {index}: {c.error}" for index, c in enumerate(completions) if c.error]
+    refused = {index: c.error for index, c in enumerate(completions) if c.error}
     if len(refused) == len(prompt):
-        raise _AllRefusedError("; ".join(refused), payload)
-    for line in refused:
-        print(f"error: {line}", file=sys.stderr)
+        raise AllRefusedError(list(refused.values()), payload)
+    for index, error in refused.items():
+        print(f"error: prompt {index}: {error}", file=sys.stderr)
 
     def show(p: dict[str, Any]) -> None:
         for c in p["completions"]:
@@ -131,17 +104,14 @@ def generate(
 
 
 @app.command()
+@engine_options(graphs="off")
 def score(
     model: Model,
     tokens: Annotated[Path, typer.Option(help="JSON list of token ids, or an object with key tokens.")],
     window: Annotated[int, typer.Option(help="Scored tokens per window.")] = 1024,
     mtp: Annotated[bool, typer.Option("--mtp", help="Also score the MTP block.")] = False,
-    numerics: Numerics = "exact",
-    deterministic: Deterministic = False,
-    compile: Compile = "off",
-    device: Device = "cpu",
-    compile_cache: CompileCache = None,
-    expert_weights: ExpertWeights = "fp4",
+    *,
+    engine: EngineOptions,
     as_json: AsJson = False,
 ) -> None:
     """Negative log-likelihood per window, in nats per token."""
@@ -154,10 +124,7 @@ def score(
         if "tokens" not in value:
             raise ValueError(f"tokens file must be a list or an object with key 'tokens', got keys {sorted(value)[:8]}")
         value = value["tokens"]
-    settings = _settings(
-        numerics, deterministic, compile, device, compile_cache, max_seq_len=window, max_requests=1,
-        expert_weights=expert_weights,
-    )  # fmt: skip
+    settings = engine.settings(max_seq_len=window, max_requests=1)
     ids = token_ids(value, vocab_size(model), "tokens")
     if not evaluate.window_starts(len(ids), window):
         raise ValueError(f"tokens must be at least {window + 3} for one window of {window}, got {len(ids)}")
@@ -174,17 +141,14 @@ def score(
 
 
 @app.command()
+@engine_options(graphs="off")
 def logits(
     model: Model,
     prompts: Annotated[Path, typer.Option(help="JSON list of token id lists.")],
     out: Annotated[Path, typer.Option(help="safetensors file to write.")],
     chunk: Annotated[int | None, typer.Option(help="Prefill chunk in tokens; default: in one go.")] = None,
-    numerics: Numerics = "exact",
-    deterministic: Deterministic = False,
-    compile: Compile = "off",
-    device: Device = "cpu",
-    compile_cache: CompileCache = None,
-    expert_weights: ExpertWeights = "fp4",
+    *,
+    engine: EngineOptions,
     as_json: AsJson = False,
 ) -> None:
     """fp32 last-token logits of every prompt, under logits_<index>."""
@@ -201,8 +165,7 @@ def logits(
     if not isinstance(lists, list) or not lists:
         got = "an empty list" if lists == [] else type(lists).__name__
         raise ValueError(f"prompts file must hold a non-empty list of token id lists, got {got}")
-    more = {"max_requests": 1, "expert_weights": expert_weights}
-    settings = _settings(numerics, deterministic, compile, device, compile_cache, **more)
+    settings = engine.settings(max_requests=1)
     vocab = vocab_size(model)
     lists = [token_ids(ids, vocab, f"prompt {index}") for index, ids in enumerate(lists)]
     settings = dataclasses.replace(settings, max_seq_len=max(map(len, lists)))
@@ -219,14 +182,12 @@ def logits(
 
 
 @app.command()
+@engine_options("graphs", "compile_cache", numerics="official", graphs="off")
 def compare(
     model: Model,
     layers: Annotated[Path, typer.Option(help="safetensors file of recorded sublayer inputs and outputs.")],
-    numerics: Numerics = "official",
-    deterministic: Deterministic = False,
-    compile: Compile = "off",
-    device: Device = "cpu",
-    expert_weights: ExpertWeights = "fp4",
+    *,
+    engine: EngineOptions,
     as_json: AsJson = False,
 ) -> None:
     """Run each recorded sublayer alone and report its distance from the record."""
@@ -241,8 +202,7 @@ def compare(
     except (OSError, SafetensorError) as error:
         raise ValueError(f"layers file must be a readable safetensors file, got {layers}: {error}") from error
     longest = max((t.numel() for name, t in recorded.items() if name.endswith(".ids")), default=1)
-    more = {"max_seq_len": max(longest, 1), "max_requests": 1, "expert_weights": expert_weights}
-    settings = _settings(numerics, deterministic, compile, device, **more)
+    settings = engine.settings(max_seq_len=max(longest, 1), max_requests=1)
     result = evaluate.compare(Engine.from_checkpoint(model, settings).runner, recorded)
 
     def show(p: dict[str, Any]) -> None:
@@ -280,30 +240,26 @@ def inspect(
 
 
 @app.command()
+@engine_options(
+    "compile", "graphs", "compile_cache", "deterministic", compile="off", numerics="official", device="cuda"
+)
 def prewarm(
     model: Annotated[Path, typer.Argument(help="Checkpoint directory, or a config.json alone.")],
     token_budget: Annotated[int, typer.Option(help="Most rows of a step.")] = 8192,
-    numerics: Numerics = "official",
-    device: Device = "cuda",
-    expert_weights: ExpertWeights = "fp4",
+    *,
+    engine: EngineOptions,
     as_json: AsJson = False,
 ) -> None:
     """Compile and load every kernel of a model; needs no weights."""
     from .config import ModelConfig
-    from .prewarming import warm_kernels
+    from .prewarming import library_counts, warm_kernels
 
-    more = {"token_budget": token_budget, "expert_weights": expert_weights}
-    settings = _settings(numerics, False, "off", device, None, **more)
-    if device == "cpu":
+    settings = engine.settings(token_budget=token_budget)
+    if engine.device == "cpu":
         raise ValueError("device must be a GPU for a prewarm, got cpu: its references have nothing to warm")
-    payload = warm_kernels(ModelConfig.from_json(model), settings, count=True).to_dict()
-
-    def show(p: dict[str, Any]) -> None:
-        print(
-            f"{len(p['keys'])} keys, {len(p['seconds'])} run, {len(p['skipped'])} warm before, {p['wall_seconds']:.1f} s"
-        )
-
-    emit(as_json, payload, show)
+    report = warm_kernels(ModelConfig.from_json(model), settings)
+    libraries = library_counts(report)
+    emit(as_json, report.to_dict() | {"libraries": libraries}, lambda _: show_prewarm(report, libraries))
 
 
 @app.command()
@@ -346,6 +302,10 @@ def _run(argv: list[str]) -> NoReturn:
         _end(argv, 2, str(error), getattr(error, "payload", None))
     except BrokenPipeError:
         raise
+    except (MemoryError, RuntimeError) as error:
+        if (message := out_of_memory(error)) is None:
+            raise
+        _end(argv, 2, message)
     except OSError as error:
         _end(argv, 2, f"{error.filename or 'files'} must be accessible, got: {error.strerror or error}")
     except _UsageError as error:

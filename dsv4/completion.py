@@ -49,6 +49,13 @@ class Completion:
     accepted_tokens: int
     error: str | None
 
+    @classmethod
+    def refused(cls, request_id: str, error: str) -> "Completion":
+        return cls(
+            request_id=request_id, text="", token_ids=[], finish_reason=None, prompt_tokens=0, cached_tokens=0,
+            drafted_tokens=0, accepted_tokens=0, error=error,
+        )  # fmt: skip
+
 
 @dataclass(kw_only=True)
 class RunStats:

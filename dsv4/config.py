@@ -271,10 +271,11 @@ class ModelConfig:
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} must be valid JSON, got: {error}") from error
-        return cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":

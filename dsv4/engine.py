@@ -6,7 +6,7 @@ the device's memory (``gpu_memory_utilization`` or ``num_blocks``).
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from .inputs import check_token_ids
 from .model import DeepseekV4
 from .ops.shapes import BLOCK_TOKENS
 from .prewarming import warm_loaded
+from .prompts import Prompt, encode_prompt
 from .runner import Runner
 from .sampling import SamplingParams
 from .start_up import CompileReport, StartUp, start_up
@@ -29,8 +30,6 @@ from .tokenizer import StreamDecoder, Tokenizer
 from .weights import load_weights
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int]
 
 
 @dataclass
@@ -267,7 +266,7 @@ class Engine:
                 try:
                     request = self._admit(request_id, prompt, own)
                 except ValueError as error:
-                    refused[index] = _refused(request_id, str(error))
+                    refused[index] = Completion.refused(request_id, str(error))
                     continue
                 live[request_id] = _Live(index, request, self.tokenizer.stream() if self.tokenizer else None)
             yield refused
@@ -282,23 +281,11 @@ class Engine:
 
     def _admit(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
         check_token_ids(params.stop_token_ids, self.config.vocab_size, "stop_token_ids")
-        ids = self._encode(prompt)
+        ids = encode_prompt(prompt, self.tokenizer)
         check_token_ids(ids, self.config.vocab_size, "prompt")
         request = Request(id=request_id, prompt_ids=ids, params=params.with_seed())
         self.loop.add(request)
         return request
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            if not isinstance(prompt, Iterable):
-                raise ValueError(f"prompt must be a text or a list of token ids, got {prompt!r}")
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ValueError(f"a text prompt needs a tokenizer.json in the checkpoint directory, got none: {prompt!r}")
-        if not prompt:
-            raise ValueError("prompt must have at least 1 character, got an empty text")
-        ids = self.tokenizer.encode(prompt)
-        return ids if ids[:1] == [self.tokenizer.bos_id] else [self.tokenizer.bos_id, *ids]
 
     def _step(self, live: dict[str, _Live], on_token: Callable[[TokenEvent], None], stats: RunStats) -> None:
         advances = self.loop.step()
@@ -336,10 +323,3 @@ def _completion(state: _Live) -> Completion:
         accepted_tokens=state.accepted,
         error=None,
     )
-
-
-def _refused(request_id: str, error: str) -> Completion:
-    return Completion(
-        request_id=request_id, text="", token_ids=[], finish_reason=None, prompt_tokens=0, cached_tokens=0,
-        drafted_tokens=0, accepted_tokens=0, error=error,
-    )  # fmt: skip

@@ -97,11 +97,7 @@ class Scheduler:
             raise ValueError(f"request id must be unique among unfinished requests, got {request.id!r}")
         if not prompt:
             raise ValueError(f"request {request.id!r}: prompt must have at least 1 token, got 0")
-        if prompt + new > self.max_length:
-            raise ValueError(
-                f"request {request.id!r}: prompt and max_new_tokens must be at most {self.max_length} tokens together, "
-                f"got {prompt} + {new}"
-            )
+        check_length(f"request {request.id!r}", prompt, new, self.max_length)
         request.state, request.token_ids = "waiting", list(request.prompt_ids)
         self.waiting.append(request)
 
@@ -347,6 +343,14 @@ class Scheduler:
         self._state_slots.free(request.state_slot)
         request.block_ids, request.window_page_ids, request.state_slot = [], [], -1
         request.node, request.restore = None, None
+
+
+def check_length(subject: str, prompt: int, new: int, max_length: int) -> None:
+    """Raise ``ValueError`` unless ``prompt`` and ``new`` tokens fit into ``max_length`` together."""
+    if prompt + new > max_length:
+        raise ValueError(
+            f"{subject}: prompt and max_new_tokens must be at most {max_length} tokens together, got {prompt} + {new}"
+        )
 
 
 def _blocks(num_tokens: int) -> int:

@@ -19,7 +19,7 @@ from dsv4.runner import Runner
 from .command_line import GOLDEN, NANO, ROOT, parse, refused, run, run_json, write_json
 
 LOGITS_ATOL = 5e-4
-COMMANDS = ("generate", "score", "logits", "compare", "inspect", "synth")
+COMMANDS = ("generate", "score", "logits", "compare", "inspect", "prewarm", "synth")
 COMPLETION_KEYS = {
     "prompt", "text", "token_ids", "finish_reason", "prompt_tokens", "cached_tokens", "drafted_tokens",
     "accepted_tokens", "error",
@@ -207,7 +207,9 @@ def test_compare(capfd):
     assert all(exact[kind] > bound for kind, bound in BOUNDS.items())
 
 
-ALL_FLAGS = ("--numerics", "official", "--deterministic", "--compile", "full", "--compile-cache", "pieces")
+KERNEL_FLAGS = ("--mhc-backend", "tilelang", "--gemm-backend", "deep_gemm", "--expert-weights", "fp8")
+ALL_FLAGS = ("--numerics", "official", "--deterministic", "--compile", "full", "--compile-cache", "pieces",
+             "--graphs", "off", *KERNEL_FLAGS)  # fmt: skip
 
 
 def test_flags_reach_the_engine(capfd, monkeypatch, tmp_path):
@@ -227,15 +229,18 @@ def test_flags_reach_the_engine(capfd, monkeypatch, tmp_path):
         ("logits", "--prompts", prompts, "--out", tmp_path / "out"),
     ):
         assert refused(capfd, command, NANO, *argv, *ALL_FLAGS) == "seen"
-    layers = ("--layers", GOLDEN / "layers_official.safetensors", "--numerics", "exact")
+    layers = ("--layers", GOLDEN / "layers_official.safetensors", *KERNEL_FLAGS)
     assert refused(capfd, "compare", NANO, *layers, "--deterministic", "--compile", "full") == "seen"
-    flags = {"numerics": "official", "deterministic": True, "compile": "full", "compile_cache": "pieces"}
+    flags = {
+        "numerics": "official", "deterministic": True, "compile": "full", "compile_cache": "pieces", "graphs": "off",
+        "mhc_backend": "tilelang", "gemm_backend": "deep_gemm", "expert_weights": "fp8",
+    }  # fmt: skip
     assert asked[:3] == [
         EngineConfig(**flags, max_seq_len=77, draft_tokens=1),
         EngineConfig(**flags, max_seq_len=32, max_requests=1),
         EngineConfig(**flags, max_seq_len=3, max_requests=1),
     ]
-    flags |= {"numerics": "exact", "compile_cache": str(default_compile_cache())}
+    flags |= {"compile_cache": str(default_compile_cache())}
     assert asked[3:] == [EngineConfig(**flags, max_seq_len=300, max_requests=1)]
 
 

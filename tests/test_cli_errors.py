@@ -1,5 +1,7 @@
 """What the command line refuses: exit code 2 and one line, before any weight is read wherever that is possible."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsv4 import checkpoint
+from dsv4.cli import main
+from dsv4.engine import Engine
+from dsv4.start_up import CaptureMemoryError
 
-from .command_line import GOLDEN, NANO, refused, run, write_json
+from .command_line import GOLDEN, NANO, parse, refused, run, write_json
 
 TOKENS = list(range(3, 22))
 
@@ -34,6 +39,12 @@ ARGUMENTS = [
     ((*GENERATE, "--device", "cpu:x"), "device must be cpu, cuda or cuda:<index>, got 'cpu:x'"),
     ((*GENERATE, "--device", "cuda"), "device must be one that torch can use, got cuda"),
     ((*GENERATE, "--device", "cuda:1"), "device must be one that torch can use, got cuda:1"),
+    ((*GENERATE, "--graphs", "full"), "graphs must be 'off' on cpu, got 'full'"),
+    ((*GENERATE, "--graphs", "on"), "graphs must be one of ['off', 'piecewise', 'full', 'auto'], got 'on'"),
+    ((*GENERATE, "--mhc-backend", "cute"), "mhc_backend must be one of ['triton', 'tilelang'], got 'cute'"),
+    ((*GENERATE, "--gemm-backend", "cute"), "gemm_backend must be one of ['triton', 'deep_gemm'], got 'cute'"),
+    ((*GENERATE, "--max-seq-len", 60), "prompt and max_new_tokens must be at most 60 tokens together, got 2 + 64"),
+    (("prewarm", NANO, "--device", "cpu"), "device must be a GPU for a prewarm, got cpu"),
     ((*GENERATE, "--max-new-tokens", 0), "max_new_tokens must be an int >= 1, got 0"),
     ((*GENERATE, "--max-seq-len", 0), "max_seq_len must be an integer of at least 1, got 0"),
     ((*GENERATE, "--max-seq-len", 2**21), "max_seq_len must be at most max_position_embeddings 1048576"),
@@ -62,6 +73,57 @@ def test_without_json_stdout_stays_empty(capfd, no_weights):
     code, out, err = run(capfd, *GENERATE, "--device", "cuda")
     assert code == 2 and out == ""
     assert err == "error: device must be one that torch can use, got cuda without a usable GPU\n"
+
+
+def refused_prompts(capfd, *argv: object) -> dict:
+    code, out, err = run(capfd, *argv, "--json")
+    found = parse(out)
+    assert code == 2 and err.splitlines()[-1] == f"error: {found['error']}"
+    return found
+
+
+def test_prompts_are_checked_before_weights_are_read(capfd, no_weights, tmp_path):
+    found = refused_prompts(capfd, *GENERATE, "--prompt", "word " * 80, "--max-seq-len", 64)
+    assert [c["prompt"] for c in found["completions"]] == ["The", "word " * 80]
+    assert all("at most 64 tokens together" in c["error"] for c in found["completions"])
+    shutil.copy(NANO / "config.json", tmp_path)
+    message = refused(capfd, "generate", tmp_path, "--prompt", "The")
+    assert message == f"a checkpoint directory must hold tokenizer.json, got {str(tmp_path)!r}"
+
+
+def test_a_bad_config_is_named(capfd, no_weights, tmp_path):
+    values = json.loads((NANO / "config.json").read_text())
+    path = write_json(tmp_path / "config.json", values | {"hidden_size": -4})
+    message = refused(capfd, "generate", tmp_path, "--prompt", "The")
+    assert message == f"{path}: hidden_size must be a positive integer, got -4"
+
+
+MEMORY = [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total capacity of 8 GiB."),
+     "device memory must hold weights, caches and steps, got: CUDA out of memory; try a smaller max_seq_len"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory: you tried"),
+     "host memory must hold weights, caches and steps, got: [enforce fail"),
+    (MemoryError(), "host memory must hold weights, caches and steps, got: MemoryError"),
+    (CaptureMemoryError("bucket of 8 tokens: capture must fit into device memory"), "; or choose graphs 'off'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error, message", MEMORY, ids=[type(error).__name__ for error, _ in MEMORY])
+def test_no_memory(capfd, monkeypatch, error, message):
+    def from_checkpoint(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Engine, "from_checkpoint", from_checkpoint)
+    assert message in refused(capfd, *GENERATE)
+
+
+def test_other_faults_keep_their_traceback(monkeypatch):
+    def from_checkpoint(*_: object) -> None:
+        raise RuntimeError("a fault of our own")
+
+    monkeypatch.setattr(Engine, "from_checkpoint", from_checkpoint)
+    with pytest.raises(RuntimeError, match="a fault of our own"):
+        main([str(argument) for argument in GENERATE])
 
 
 # ---- token files -----------------------------------------------------------------------------------------------------
