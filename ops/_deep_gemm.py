@@ -3,7 +3,7 @@
 DeepGEMM compiles inside a call when its own cache has no kernel for it, also while a stream is being captured, and
 tells nobody. So each wrapper asks ``_deep_gemm_keys`` what the call would build and ``_runtime.require_known`` whether
 that is warm. The keys hold for one release on SM90; any other is refused. Cold calls run one at a time, because the
-library's table of kernels has no lock of its own.
+library's table of kernels has no lock of its own (it also keeps Python's lock while it compiles, 2 to 8 s a kernel).
 
 Scales of activations must be column-major with a pitch of a multiple of 4 rows (TMA wants 16 bytes). DeepGEMM
 transposes others with a kernel that it compiles for every K; :func:`column_major` copies them with ATen instead.
@@ -12,7 +12,6 @@ transposes others with a kernel that it compiles for every K; :func:`column_majo
 import functools
 import importlib
 import threading
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -56,7 +55,10 @@ def num_sms() -> int:
     return library().get_num_sms()
 
 
-def _call(key: keys.Key, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(key: keys.Key, device: torch.device, name: str, *args: Any, **kwargs: Any) -> Any:
+    if device.type == "cuda":
+        require_device(device)
+    function = getattr(library(), name)
     _runtime.require_known(key)
     if _runtime.is_warm(key):
         return function(*args, **kwargs)
@@ -109,7 +111,7 @@ def gemm_nt(
         return
     key = keys.gemm(x.shape[0], *weight.shape, num_sms())
     operands = (_aligned(x), column_major(x_scale)), (_aligned(weight), _aligned(weight_scale))
-    _call(key, library().fp8_gemm_nt, *operands, out, recipe=_RECIPE, compiled_dims="")
+    _call(key, x.device, "fp8_gemm_nt", *operands, out, recipe=_RECIPE, compiled_dims="")
 
 
 def m_grouped_gemm_nt_contiguous(
@@ -140,8 +142,8 @@ def m_grouped_gemm_nt_contiguous(
     num_groups, *size = weight.shape
     key = keys.grouped_gemm(x.shape[0], *size, num_groups, num_sms())
     operands = (_aligned(x), column_major(x_scale)), (_aligned(weight), _aligned(weight_scale))
-    call = library().m_grouped_fp8_gemm_nt_contiguous
-    _call(key, call, *operands, out, groups, recipe=_RECIPE, compiled_dims="")
+    name = "m_grouped_fp8_gemm_nt_contiguous"
+    _call(key, x.device, name, *operands, out, groups, recipe=_RECIPE, compiled_dims="")
 
 
 def mqa_logits(
@@ -175,7 +177,7 @@ def mqa_logits(
         raise ValueError(f"deep_gemm logits must have 32 or 64 heads, got {q.shape[1]}")
     key = keys.mqa_logits(q.shape[1], q.shape[2], num_sms())
     arguments = q, (entries, scales), weights, starts, ends
-    return _call(key, library().fp8_mqa_logits, *arguments, clean_logits=False, max_seqlen_k=width)
+    return _call(key, q.device, "fp8_mqa_logits", *arguments, clean_logits=False, max_seqlen_k=width)
 
 
 def hc_prenorm_gemm(streams: torch.Tensor, fn: torch.Tensor, out: torch.Tensor, square_sums: torch.Tensor) -> None:
@@ -194,12 +196,10 @@ def hc_prenorm_gemm(streams: torch.Tensor, fn: torch.Tensor, out: torch.Tensor, 
         return
     splits = out.shape[0]
     key = keys.hc_prenorm_gemm(*fn.shape, splits)
-    _call(key, library().tf32_hc_prenorm_gemm, streams, fn, out, square_sums, splits)
+    _call(key, streams.device, "tf32_hc_prenorm_gemm", streams, fn, out, square_sums, splits)
 
 
 def _check(name: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    if x.device.type == "cuda":
-        require_device(x.device)
     if out.dtype != torch.bfloat16:
         raise ValueError(f"deep_gemm {name} result must be bfloat16, got {out.dtype}")
     if not fits(*weight.shape):

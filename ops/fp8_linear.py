@@ -5,9 +5,11 @@ e4m3 ``[out, in]`` with weight_scale fp32 ``[ceil(out / 128), ceil(in / 128)]``;
 ``dtype`` (fp32 or bf16). Sizes need not be multiples of 128.
 Numerics: codes times scales are exact in fp32 for power-of-two scales; products accumulate in fp32 and round once to
 ``dtype``. With ``deterministic`` a row's result does not depend on the other rows.
-Kernels: with the ``gemm`` backend ``deep_gemm``, DeepGEMM serves bf16 results without ``deterministic`` whose weight
-suits it (``in`` a multiple of 128, ``out`` of 8): FP8 products, which the tensor cores add in about 14 bits within a
-block of 128. Everything else, and everything by default, is served by our kernel, which multiplies decoded codes.
+Kernels: with the ``gemm`` backend ``deep_gemm``, DeepGEMM serves bf16 results whose weight suits it (``in`` a multiple
+of 128, ``out`` of 8): FP8 products, which the tensor cores add in about 14 bits within a block of 128. Its tiles vary
+with the number of rows, but every tile adds a block's products in one instruction sequence and the blocks in order, so
+a row's result does not depend on them. Everything else, and everything by default, is served by our kernel, which
+multiplies decoded codes.
 Errors: ``ValueError`` on wrong ranks, sizes or dtypes.
 Source: ``fp8_gemm`` of the official inference code.
 """
@@ -91,10 +93,10 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
     return args, {"dtype": dtype, "deterministic": True}
 
 
-def _by_deep_gemm(weight_shape: Sequence[int], dtype: torch.dtype, deterministic: bool) -> bool:
+def _by_deep_gemm(weight_shape: Sequence[int], dtype: torch.dtype) -> bool:
     """The dispatch rule between the two libraries; see the module's docstring."""
     chosen = _backends.backend("gemm") == "deep_gemm"
-    return chosen and dtype == torch.bfloat16 and not deterministic and _deep_gemm.fits(*weight_shape)
+    return chosen and dtype == torch.bfloat16 and _deep_gemm.fits(*weight_shape)
 
 
 def cuda(
@@ -110,7 +112,7 @@ def cuda(
     out = _alloc(x, x_scale, weight, weight_scale, dtype)
     if x_scale.shape[0] != x.shape[0]:
         raise ValueError(f"fp8_linear x_scale must have {x.shape[0]} rows, got {x_scale.shape[0]}")
-    if _by_deep_gemm(weight.shape, dtype, deterministic):
+    if _by_deep_gemm(weight.shape, dtype):
         _deep_gemm.gemm_nt(x, x_scale, weight, weight_scale, out)
         return out
     from . import fp8_linear_kernel
@@ -135,16 +137,13 @@ def matrices(shape: Shape) -> tuple[tuple[int, int], ...]:
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
     """What bf16 results can need, of either library, for up to ``max_tokens`` rows."""
     cases: dict[Key, PrewarmCase] = {}
-    ours = {False: [], True: []}
-    for size in matrices(shape):
-        for deterministic in (False, True):
-            if not _by_deep_gemm(size, torch.bfloat16, deterministic):
-                ours[deterministic].append(size)
-                continue
-            for key, count in _deep_gemm.keys.keys_for(*size, max_tokens, _deep_gemm.num_sms()).items():
-                cases.setdefault(key, _case(key, count, *size, deterministic, device))
-    for deterministic, sizes in ours.items():
-        for key, count, rows, width in _triton_keys(sizes, deterministic, max_tokens):
+    sizes = matrices(shape)
+    for size in (size for size in sizes if _by_deep_gemm(size, torch.bfloat16)):
+        for key, count in _deep_gemm.keys.keys_for(*size, max_tokens, _deep_gemm.num_sms()).items():
+            cases.setdefault(key, _case(key, count, *size, False, device))
+    ours = [size for size in sizes if not _by_deep_gemm(size, torch.bfloat16)]
+    for deterministic in (False, True):
+        for key, count, rows, width in _triton_keys(ours, deterministic, max_tokens):
             cases.setdefault(key, _case(key, count, rows, width, deterministic, device))
     return tuple(cases.values())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv4 import ops
-from dsv4.ops import _backends, _deep_gemm, _runtime
+from dsv4.ops import _backends, _deep_gemm, _indexer_deep_gemm, _runtime
 from dsv4.ops.shapes import flash, nano, tiny
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -197,6 +197,64 @@ def test_logits_and_the_product_of_mhc(library):
     _deep_gemm.hc_prenorm_gemm(streams, fn, out, squares)
     torch.testing.assert_close(out.sum(0), streams.float() @ fn.t(), rtol=1e-5, atol=1e-4)
     assert _runtime.warm_keys() == {keys.mqa_logits(64, 128, 132), keys.hc_prenorm_gemm(24, 256, 4)}
+
+
+def index_case(seed=0, heads=32):
+    """Rows of four requests with pads between them, absent and shared pages, lengths 0, and a cache with NaNs."""
+    g = torch.Generator().manual_seed(seed)
+    entries = torch.randn(6 * 64, 128, generator=g)
+    codes = entries.to(FP8).view(torch.uint8).view(6, 64 * 128)
+    scales = torch.exp2(torch.randint(-3, 3, (6, 64), generator=g).float()).view(torch.uint8)
+    cache = torch.cat([codes, scales], 1)
+    cache[5] = 0x7F  # unowned
+    tables = torch.tensor([[0, 1, -1], [2, -1, -1], [-1, -1, -1], [3, 4, 0]], dtype=torch.int32)
+    requests = torch.tensor([0, 0, -1, 1, 1, 3, 3, 3, 2, -1], dtype=torch.int32)
+    positions = torch.tensor([3, 500, -1, 0, 255, 765, 766, 767, 40, -1])
+    q = torch.randn(10, heads, 128, generator=g).to(FP8)
+    return q, torch.rand(10, heads, generator=g), cache, positions, requests, tables
+
+
+@pytest.mark.parametrize("max_bytes", [64 << 20, 30_000, 1], ids=["one pass", "some rows", "one row of one request"])
+def test_index_scores(library, monkeypatch, max_bytes):
+    monkeypatch.setattr(sys.modules["dsv4.ops.indexer_logits"], "TEMPORARY_BYTES", max_bytes)
+    options = {"ratio": 4, "dtype": torch.float32, "deterministic": False}
+    args = index_case()
+    with _backends.using("gemm", "deep_gemm"):
+        got = ops.spec("indexer_logits").cuda(*args, **options)
+    want = ops.indexer_logits(*args, **options)
+    assert torch.equal(got.isinf(), want.isinf()) and want.isfinite().any(1).tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 0, 0]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)  # fp32 sums of 32 heads in another order
+    assert len(library.calls) == {64 << 20: 1, 30_000: 8, 1: 40}[max_bytes]
+    assert _runtime.warm_keys() == {keys.mqa_logits(32, 128, 132)}
+
+
+def test_index_scores_without_rows_requests_or_pages(library):
+    q, weights, cache, positions, requests, tables = index_case()
+    options = {"ratio": 4, "dtype": torch.float32, "deterministic": False}
+    cuda = ops.spec("indexer_logits").cuda
+    with _backends.using("gemm", "deep_gemm"):
+        assert cuda(q[:0], weights[:0], cache, positions[:0], requests[:0], tables, **options).shape == (0, 192)
+        assert cuda(q, weights, cache, positions, requests, tables[:, :0], **options).shape == (10, 0)
+        alone = cuda(q, weights, cache, positions, requests.fill_(-1), tables[:0], **options)
+    assert alone.isneginf().all() and library.calls == []
+
+
+def test_index_cases(library):
+    cpu = torch.device("cpu")
+
+    def found(shape):
+        return [case for case in ops.spec("indexer_logits").cuda_cases(shape, cpu, 300) if case.key[0] == "deep_gemm"]
+
+    assert found(flash) == []
+    with _backends.using("gemm", "deep_gemm"):
+        (case,) = found(flash)
+        args, kwargs = case.arguments()
+        ops.spec("indexer_logits").cuda(*args, **kwargs)
+        assert _runtime.warm_keys() == {case.key}
+        assert found(nano) == found(tiny) == []  # 8 heads of 128 and 4 of 64
+        for wrong in ({"dtype": BF16}, {"q": BF16}):  # what the model passes stays with our kernel
+            q = args[0].to(wrong.get("q", FP8))
+            assert not _indexer_deep_gemm.serves(q, args[2], wrong.get("dtype", torch.float32))
 
 
 @pytest.mark.parametrize("outs, width, dtype", [(256, 200, BF16), (9, 384, BF16), (256, 384, torch.float32)])
