@@ -105,6 +105,8 @@ def warm_kernels(
             monitor=_monitor() if count else None,
             enabled=prewarm_enabled(),
         )
+    if prewarm_enabled():
+        _runtime.seal()
     name = _name(config, settings)
     _warm.add(name)  # also with the kernels switched off: ranks have agreed, and nobody wants them warmed later
     _disarm(name)

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from dsv4 import ops
 from dsv4.ops import _backends, _deep_gemm, _indexer_deep_gemm, _runtime
 from dsv4.ops.shapes import flash, nano, tiny
 
+ROOT = Path(__file__).resolve().parents[2]
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 keys = _deep_gemm.keys
 
@@ -131,6 +133,21 @@ def test_a_cold_key_of_a_ready_process_is_refused_before_the_call(library):
             linear(33)
         linear(64)
     assert library.calls == ["gemm"] * 4
+
+
+@pytest.mark.parametrize("switch, sealed", [("1", True), ("0", False)])
+def test_a_model_that_is_warm_makes_the_process_ready(library, monkeypatch, switch, sealed):
+    """Unless the kernels were switched off, when they must compile at their first use."""
+    from dsv4 import prewarming
+    from dsv4.config import ModelConfig
+    from dsv4.engine_config import EngineConfig
+
+    monkeypatch.setenv("DSV4_PREWARM", switch)
+    monkeypatch.setattr(prewarming, "prewarm", lambda cases, **rest: cases)
+    monkeypatch.setattr(prewarming, "prewarm_cases", lambda *rest: [])
+    monkeypatch.setattr(prewarming, "_warm", set())
+    prewarming.warm_kernels(ModelConfig.from_json(ROOT / "assets" / "nano"), EngineConfig())
+    assert _runtime._sealed is sealed
 
 
 def test_a_prewarm_of_one_thread_opens_no_door_for_another(library):
