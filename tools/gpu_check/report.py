@@ -179,6 +179,6 @@ def table(report: dict[str, Any], outcomes: dict[str, tuple[str | None, float]])
         lines.append(line if one["pass"] else f"{line}  {one.get('error', '')[:150]}")
     slow = sorted(outcomes.items(), key=lambda item: -item[1][1])[:6]
     passed = sum(one["pass"] for _, one in points)
-    lines.append(f"{passed} of {len(points)} pass, {report['seconds']:.0f} s, slowest: "
-                 + ", ".join(f"{name} {taken:.0f} s" for name, (_, taken) in slow))  # fmt: skip
-    return "\n".join(lines[-_TABLE_ROWS:] if len(lines) > _TABLE_ROWS else lines)[:_TABLE_CHARACTERS]
+    slowest = ", ".join(f"{name} {taken:.0f} s" for name, (_, taken) in slow)
+    summary = f"{passed} of {len(points)} pass, {report['seconds']:.0f} s, slowest: {slowest}"
+    return "\n".join([summary, *lines[: _TABLE_ROWS - 1]])[:_TABLE_CHARACTERS]
