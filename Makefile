@@ -21,12 +21,9 @@ test-all: $(VENV)/.test
 	$(PYTEST) --ignore tests/kernels -m "not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels -m "not gpu"
 
-$(VENV)/.runtime: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "dsv4 needs Python 3.11 or newer, got `$(PYTHON) --version 2>&1`: set PYTHON" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(TORCH)
-	$(BIN)/python -m pip install -q -e .
+# On a machine whose Python has a torch that reaches a GPU, the environment shares it and downloads nothing else.
+$(VENV)/.runtime: pyproject.toml tools/make_environment.py
+	@$(PYTHON) tools/make_environment.py $(VENV) $(TORCH)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.runtime
