@@ -62,7 +62,8 @@ def test_order_of_the_stages(tiny, monkeypatch, graph_mode):
     hardware = SimulatedHardware(graph_mode)
     spied(monkeypatch, hardware)
     monkeypatch.setattr(compile_stage, "compile_model", eager_pieces)
-    engine = make(tiny, hardware, compile="piecewise")
+    compiled = graph_mode == "piecewise"
+    engine = make(tiny, hardware, compile="piecewise" if compiled else "off")
     step, draft = ([b.tokens for b in ladder(engine.settings).largest_first] for ladder in (step_ladder, draft_ladder))
     kinds = ("capture", "settle", "reset", "release")  # of graphs, in between
     events = [e for e in hardware.events if e not in kinds]
@@ -70,7 +71,7 @@ def test_order_of_the_stages(tiny, monkeypatch, graph_mode):
     assert events == [
         "allocate 1",
         "prewarm",
-        "compile",
+        *(["compile"] if compiled else []),
         "meet: compiled",
         "watch the peak",
         *(f"warm-up {n}" for n in (*step, *draft)),
@@ -97,7 +98,7 @@ def eager_pieces(fn, **options):
 def test_the_table(tiny):
     engine = make(tiny)
     started, rows = engine.started, engine.started.table()
-    stages = ["prewarm", "barrier", "warm", "trial", "empty", "caches", "capture step", "capture draft"]
+    stages = ["prewarm", "barrier", "warm", "trial", "empty", "caches", "capture step", "capture draft", "rehearse"]
     assert sorted(row.stage for row in rows) == sorted(stages)
     assert all(row.seconds >= 0 for row in rows)
     found = {row.stage: row for row in rows}
@@ -153,7 +154,7 @@ def test_a_chosen_mode_without_memory_raises_and_leaves_the_model_usable(tiny, m
 
     monkeypatch.setattr(start_up_module, "allocate_caches", watched)
     with pytest.raises(CaptureMemoryError, match="must fit into device memory, got arena of") as error:
-        make(tiny, hardware, compile="piecewise")
+        make(tiny, hardware, compile="off" if mode == "full" else "piecewise")
     assert made and all(ref() is None for ref in made)  # although the error, with its frames, is still there
     assert hardware.events[-1] == "release cached" and not any(len(g.arena.live) for g in hardware.made)
     assert error.value.__cause__ is not None

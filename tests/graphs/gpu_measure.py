@@ -32,26 +32,31 @@ class _Case:
     segments: list[Segment]
 
 
-def replay_differences(engine: Engine, *, padded: bool) -> Samples:
+def replay_differences(engine: Engine, *, padded: bool, functions: Rows[str] = ("step", "draft")) -> Samples:
     """Differing elements of replays against eager calls, by function, kind of step and size of bucket.
 
     Args:
         engine: with graphs, ``max_seq_len`` of 512 or more and pages for ``max_requests`` such sequences.
         padded: compare with the eager call on the same padded batch; else with the unpadded call, of whose equality
             only a deterministic engine is capable.
+        functions: which of the engine's to measure.
 
     Every bucket is replayed full and with the most pads that it can have, for prefill, decode and mixed steps; the
     draft function also on the streams of each of these. Caches are put back before each of the two calls.
     """
     found: Samples = {}
     _write_history(engine)
-    for function in engine.started.captured:
+    for function in (name for name in engine.started.captured if name in functions):
         for case in _cases(engine, function):
             inputs = _inputs(engine, function, case.segments)
             errors = _replay_and_eager(engine, engine.started.captured[function], inputs, padded=padded)
             sizes = found.setdefault(function, {}).setdefault(case.kind, {})
             sizes[str(case.bucket_tokens)] = sizes.get(str(case.bucket_tokens), 0) + errors
     return found
+
+
+def total(found: Samples) -> int:
+    return sum(errors for kinds in found.values() for sizes in kinds.values() for errors in sizes.values())
 
 
 def _inputs(engine: Engine, function: str, segments: Rows[Segment]) -> StepInputs | DraftInputs:
@@ -117,14 +122,11 @@ def placed(engine: Engine, index: int) -> Sequence:
 
 
 def _write_history(engine: Engine) -> None:
-    chunk = min(engine.settings.token_budget, engine.settings.chunk_tokens)
     for index in range(engine.settings.max_requests):
-        sequence, tokens = placed(engine, index), random_tokens(HISTORY, engine.config.vocab_size, 1000 + index)
-        for start in range(0, HISTORY, chunk):
-            segment = sequence.segment(tokens[start : start + chunk])
-            _, streams = engine.runner.run([segment])
-            if engine.settings.draft_tokens:
-                engine.runner.run_draft([segment], streams)
+        segment = placed(engine, index).segment(random_tokens(HISTORY, engine.config.vocab_size, 1000 + index))
+        _, streams = engine.runner.run([segment])
+        if engine.settings.draft_tokens:
+            engine.runner.run_draft([segment], streams)
 
 
 def rows_alone_and_among(engine: Engine, total: int, rows: int = 64, history: int = 200) -> int:
@@ -140,9 +142,7 @@ def rows_alone_and_among(engine: Engine, total: int, rows: int = 64, history: in
     outcomes, buckets = [], []
     for together in (False, True):
         sequence = placed(engine, 0)
-        chunk = engine.settings.token_budget
-        for start in range(0, history, chunk):
-            engine.runner.run([sequence.segment(mine[start : min(start + chunk, history)])])
+        engine.runner.run([sequence.segment(mine[:history])])
         segments = [sequence.segment(mine[history:], range(rows))]
         if together:
             segments.append(placed(engine, 1).segment(others, (len(others) - 1,)))

@@ -28,8 +28,9 @@ def test_tokens_are_those_of_an_eager_engine(tiny, draft_tokens, length):
 
     Prompts of 300 tokens come twice, so that the second draws on the prefix of the first.
     """
-    eager = Engine.from_model(tiny, settings_of(draft_tokens=draft_tokens))
-    with make(tiny, draft_tokens=draft_tokens) as engine:
+    changes = {"draft_tokens": draft_tokens, "token_budget": 12}
+    eager = Engine.from_model(tiny, settings_of(**changes))
+    with make(tiny, **changes) as engine:
         for batch in [prompts(3, length)] if length < 256 else [prompts(2, length)] * 2:
             got, want = (e.generate(batch, greedy(8, ignore_eos=True)) for e in (engine, eager))
             assert [c.token_ids for c in got] == [c.token_ids for c in want]
@@ -58,17 +59,14 @@ def measured(tiny):
     return make(tiny)
 
 
-def test_replays_equal_eager_calls(measured):
-    for padded in (True, False):
-        found = gpu_measure.replay_differences(measured, padded=padded)
-        for function, ladder in (("step", step_ladder), ("draft", draft_ladder)):
-            buckets = {str(b.tokens) for b in ladder(measured.settings).buckets}
-            assert found[function]["prefill"].keys() == buckets
-            assert found[function].keys() == {"prefill", "decode", "mixed"} | (
-                {"verify"} if function == "step" else set()
-            )
-        errors = {n: e for kinds in found.values() for sizes in kinds.values() for n, e in sizes.items() if e}
-        assert errors == {}
+@pytest.mark.parametrize("padded", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["padded", "unpadded"])
+def test_replays_equal_eager_calls(measured, padded):
+    found = gpu_measure.replay_differences(measured, padded=padded)
+    for function, ladder in (("step", step_ladder), ("draft", draft_ladder)):
+        assert found[function]["prefill"].keys() == {str(b.tokens) for b in ladder(measured.settings).buckets}
+        kinds = {"prefill", "decode", "mixed"} | ({"verify"} if function == "step" else set())
+        assert found[function].keys() == kinds
+    assert gpu_measure.total(found) == 0
 
 
 def test_a_wrong_replay_is_measured(measured, monkeypatch):
@@ -77,7 +75,7 @@ def test_a_wrong_replay_is_measured(measured, monkeypatch):
     bucket = step.ladder.buckets[2]
     tape = step._tapes[bucket]
     monkeypatch.setattr(tape, "runs", [*tape.runs, lambda: tape.outputs[1][0, 0, 0].add_(1)])
-    found = gpu_measure.replay_differences(measured, padded=True)["step"]
+    found = gpu_measure.replay_differences(measured, padded=True, functions=("step",))["step"]
     assert {n for sizes in found.values() for n, errors in sizes.items() if errors} == {str(bucket.tokens)}
 
 
@@ -89,4 +87,4 @@ def test_poison_changes_nothing(measured):
 
 def test_rows_alone_and_among_others(tiny):
     engine = make(tiny, max_requests=2, draft_tokens=3, num_blocks=4, token_budget=8)
-    assert gpu_measure.rows_alone_and_among(engine, 8, rows=7, history=20) == 0
+    assert gpu_measure.rows_alone_and_among(engine, 8, rows=4, history=20) == 0
