@@ -21,6 +21,7 @@ from .model import DeepseekV4
 from .ops.shapes import BLOCK_TOKENS
 from .prewarming import warm_loaded
 from .prompts import Prompt, encode_prompt
+from .rehearsal import rehearse
 from .runner import Runner
 from .sampling import SamplingParams
 from .start_up import CompileReport, StartUp, start_up
@@ -169,7 +170,11 @@ class Engine:
         )
         assert started.caches is not None
         settings = replace(settings, num_blocks=started.caches.num_blocks)
-        return cls(model.config, settings, runner, tokenizer, timings, started)
+        engine = cls(model.config, settings, runner, tokenizer, timings, started)
+        if started.hardware is not None:
+            rehearse(engine.loop, started, started.caches.num_blocks)
+            started.ready_at = time.time()
+        return engine
 
     def close(self) -> None:
         """Free graphs, pools and caches. The model stays usable; this engine does not. May be called twice."""

@@ -71,7 +71,7 @@ class StartUp:
 
     Attributes:
         seconds: per stage, in order: ``load``, ``prewarm``, ``compile``, ``barrier``, ``warm``, ``trial``, ``empty``,
-            ``caches``, ``capture``; a stage without work is absent.
+            ``caches``, ``capture``, and an engine's ``rehearse``; a stage without work is absent.
         weight_bytes: of the model.
         prewarm: report of the prewarm; ``None`` on the CPU, and when the settings switch it off.
         compiled: by function (``step``, ``draft``).

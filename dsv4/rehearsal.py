@@ -1,0 +1,33 @@
+"""The last stage of start-up: a few requests that nobody asked for, so that the first real one meets nothing new.
+
+Prewarm and capture load the model's kernels. What is left to the first request are the small ones around it, which CUDA
+loads when they are first launched (sampling, drafting, copies), pinned memory, and Python's own caches.
+"""
+
+from .ops.shapes import BLOCK_TOKENS
+from .sampling import SamplingParams
+from .start_up import StartUp
+from .step_loop import StepLoop
+from .step_plan import Request
+
+_NEW_TOKENS = 4
+
+
+def rehearse(loop: StepLoop, started: StartUp, num_blocks: int) -> None:
+    """Serve a greedy and a sampled request on an idle loop, then forget them; seconds go to stage ``rehearse``.
+
+    Their prompts take two chunks where the caches have room for that. Counts of paths start from zero afterwards.
+    """
+    with started.stage("rehearse"):
+        settings = loop.settings
+        room = min(settings.max_seq_len, num_blocks * BLOCK_TOKENS) - _NEW_TOKENS - settings.draft_tokens
+        prompt = [0] * max(1, min(settings.chunk_tokens + 1, room))
+        sampled = SamplingParams(max_new_tokens=_NEW_TOKENS, temperature=0.7, top_p=0.9, seed=1, ignore_eos=True)
+        for number, params in enumerate((SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True), sampled)):
+            loop.add(Request(id=f"rehearsal {number}", prompt_ids=prompt, params=params))
+        while loop.has_work:
+            loop.step()
+        loop.reset()
+    for step in started.captured.values():
+        step.path_counts.clear()
+        step.last_path = None

@@ -1,0 +1,46 @@
+"""The rehearsal at the end of start-up leaves nothing behind but warm paths; on simulated hardware."""
+
+import pytest
+
+from dsv4 import engine as engine_module
+from dsv4.engine import Engine
+
+from .engines import greedy
+from .simulated_hardware import SimulatedHardware, make, prompts, settings_of
+from .tiny_model import TinyCheckpoint, tiny_config
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return TinyCheckpoint.write(tiny_config((4,)), tmp_path_factory.mktemp("tiny")).model("exact")
+
+
+@pytest.mark.parametrize("graph_mode", ["full", "off"])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"num_blocks": 1, "max_seq_len": 8, "prefix_reuse": False}], ids=["roomy", "narrow"]
+)
+def test_it_runs_last_and_is_forgotten(tiny, monkeypatch, graph_mode, sizes):
+    seen = []
+
+    def watched(loop, started, num_blocks):
+        before = loop.runner.num_inputs
+        rehearse(loop, started, num_blocks)
+        seen.append((loop.runner.num_inputs - before, loop.has_work, started.ready_at))
+
+    rehearse = engine_module.rehearse
+    monkeypatch.setattr(engine_module, "rehearse", watched)
+    engine = make(tiny, SimulatedHardware(graph_mode), **sizes)
+    ((steps, has_work, ready_before),) = seen
+    assert steps >= 4 and not has_work and engine.started.ready_at >= ready_before
+    assert list(engine.started.seconds)[-1] == "rehearse"
+    assert all(not s.path_counts and s.last_path is None for s in engine.started.captured.values())
+    prompt = [prompts(1)[0][:3]]
+    done = engine.generate(prompt, greedy(3))[0]
+    assert (
+        done.cached_tokens == 0
+        and done.token_ids == Engine.from_model(tiny, settings_of()).generate(prompt, greedy(3))[0].token_ids
+    )
+
+
+def test_the_cpu_has_nothing_to_rehearse(tiny):
+    assert "rehearse" not in Engine.from_model(tiny, settings_of()).started.seconds
