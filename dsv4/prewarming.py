@@ -3,7 +3,10 @@
 The module is not called ``prewarm``, because importing it would then replace the function ``dsv4.prewarm``.
 """
 
+import json
+import logging
 import sys
+import time
 import weakref
 from collections.abc import Hashable
 from dataclasses import replace
@@ -18,13 +21,17 @@ from .compile import jit_events
 from .config import ModelConfig, deep_gemm_cache, default_compile_cache, prewarm_enabled
 from .engine_config import EngineConfig
 from .execution import ExpertWeights
-from .graphs.deep_gemm_cache import counter as deep_gemm_counter
+from .graphs.deep_gemm_cache import compile_ahead, counter as deep_gemm_counter
 from .graphs.jit_monitor import Counter, JitMonitor, KeyCounts
 from .graphs.prewarm import PrewarmReport, prewarm
 from .model import DeepseekV4
 from .ops import PrewarmCase, _backends, _runtime
+from .ops._deep_gemm_compile import calls_for
 from .ops._jit_libraries import NAMES
+from .ops.shapes import Shape
 from .prewarm_progress import prewarm_progress
+
+logger = logging.getLogger(__name__)
 
 LAYER_MODULES = frozenset(f"{__package__}.{name}" for name in ("model", "attention", "layers", "moe"))
 """Modules whose layers the op cases cover."""
@@ -89,6 +96,8 @@ def warm_kernels(
         "expert_weights": settings.expert_weights,
     }
     cases = prewarm_cases(config, device, settings.max_rows, settings.expert_weights)  # imports what they need
+    if device.type == "cuda" and settings.gemm_backend == "deep_gemm" and prewarm_enabled():
+        _compile_deep_gemm(config.shape(), settings)
     with prewarm_progress() as progress:
         report = prewarm(
             cases,
@@ -125,6 +134,21 @@ def run_case(case: PrewarmCase) -> None:
     args, kwargs = case.arguments()
     with _runtime.no_first_use():
         ops.spec(case.op).overload(*args, **kwargs)
+
+
+def _compile_deep_gemm(shape: Shape, settings: EngineConfig) -> None:
+    """Compile in processes what the prewarm then only loads: one process compiles one DeepGEMM kernel at a time."""
+    started = time.perf_counter()
+    added = compile_ahead(
+        calls_for(shape, settings.max_rows),
+        lambda calls: ["-m", "dsv4.ops._deep_gemm_compile", settings.device, json.dumps(calls)],
+        deep_gemm_cache(),
+        lock=default_compile_cache().parent / "locks" / "deep_gemm.lock",
+        processes=settings.prewarm_workers,
+        timeout=600,
+    )
+    if added:
+        logger.info("deep_gemm: %d kernels compiled by other processes, %.1f s", added, time.perf_counter() - started)
 
 
 def _monitor() -> JitMonitor:

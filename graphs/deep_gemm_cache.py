@@ -12,14 +12,20 @@ is only as good as its keys.
 
 import ctypes
 import json
+import logging
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import filelock
+
 from .jit_monitor import KeyCounts
+
+logger = logging.getLogger(__name__)
 
 Key = tuple[str | int, ...]
 
@@ -93,6 +99,56 @@ def counter(cache_dir: Path) -> Callable[[], dict[str, KeyCounts]]:
 def _seconds(entry: Path) -> float:
     """From writing the source to writing the binary."""
     return max(0.0, (entry / "kernel.cubin").stat().st_mtime - (entry / "kernel.cu").stat().st_mtime)
+
+
+# ---- compiling ahead -------------------------------------------------------------------------------------------------
+
+_WORTH = 3  # missing kernels from which on starting processes pays
+
+
+def compile_ahead(
+    calls: Mapping[Key, object],
+    program: Callable[[list[object]], Sequence[str]],
+    cache_dir: Path,
+    *,
+    lock: Path,
+    processes: int,
+    timeout: float,
+) -> int:
+    """Let child processes compile the kernels that ``cache_dir`` lacks; returns how many they added.
+
+    One process of the machine at a time does so; the others wait and then find them. A child that fails is logged:
+    whoever needs its kernels compiles them in the call.
+
+    Args:
+        calls: by key, what a child must be told to make a call that needs the kernel.
+        program: from some of ``calls``, the arguments of a Python process that makes them.
+        cache_dir: DeepGEMM's, as the children's environment has it.
+        lock: path of a lock file.
+        processes: children at once.
+        timeout: seconds, for the lock and for the children.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(lock, timeout=timeout):
+        before = set(snapshot(cache_dir).values())
+        missing = [call for key, call in calls.items() if key not in before]
+        if len(missing) < _WORTH:
+            return 0
+        parts = [missing[start::processes] for start in range(min(processes, len(missing)))]
+        with ThreadPoolExecutor(len(parts)) as pool:
+            failures = list(pool.map(lambda part: _run(program(part), timeout), parts))
+        for failure in filter(None, failures):
+            logger.warning("a process that compiles DeepGEMM kernels failed: %s", failure)
+        return len(set(snapshot(cache_dir).values()) - before)
+
+
+def _run(program: Sequence[str], timeout: float) -> str | None:
+    """The reason of a failure, or ``None``."""
+    try:
+        child = subprocess.run([sys.executable, *program], capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as error:
+        return str(error)[:500]
+    return (child.stdout + child.stderr)[-500:] if child.returncode else None
 
 
 # ---- a child ---------------------------------------------------------------------------------------------------------
