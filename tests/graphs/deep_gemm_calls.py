@@ -2,6 +2,8 @@
 
 ``python -m tests.graphs.deep_gemm_calls '[["gemm", rows, out, in], ["grouped_gemm", rows, out, in, groups],
 ["mqa_logits", rows, heads, dim], ["hc_prenorm_gemm", rows, out, in, splits]]'``
+
+A second argument ``wrong`` plants a wrong key model: the kernel's name without its arguments.
 """
 
 import json
@@ -56,14 +58,14 @@ def hc_prenorm_gemm(rows: int, outs: int, width: int, splits: int) -> tuple[keys
     return key, lambda: _deep_gemm.hc_prenorm_gemm(streams, fn, out, squares)
 
 
-def main(calls: list[list]) -> None:
+def main(calls: list[list], wrong: bool) -> None:
     for name, *arguments in calls:
         key, call = globals()[name](*arguments)
         torch.cuda.synchronize()
-        announce(key)
+        announce(key[:2] if wrong else key)
         call()
         torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.loads(sys.argv[1]), wrong="wrong" in sys.argv[2:])
