@@ -54,8 +54,8 @@ def samples_of(name: str) -> dict[str, Any]:
 def report() -> dict[str, Any]:
     points = {name: joining.entry(name, samples_of(name), [], 1.0, ["section"]) for name in POINTS}
     return {
-        "gpu": "GPU", "torch": "2", "triton": "3", "commit": 40 * "a", "clean_tree": True, "started": "now", "seconds": 1.0,
-        "kernels": ["kernel"], "warm_keys": [["op", 1]], "points": points,
+        "gpu": "GPU", "torch": "2", "triton": "3", "commit": 40 * "a", "clean_tree": True, "started": "now",
+        "seconds": 1.0, "kernels": ["kernel"], "warm_keys": [["op", 1]], "points": points,
     }  # fmt: skip
 
 
@@ -187,7 +187,8 @@ def test_a_failing_point_must_be_stated(report):
 def test_the_command_fails_and_names_the_point(report, tmp_path, capsys):
     remove_a_point(report)
     path = tmp_path / "report.json"
-    path.write_text(json.dumps(report))
+    path.write_text(joining.as_text(report))
+    assert json.loads(path.read_text()) == report
     assert validate(path, tmp_path / "none.json") == 1
     assert "WRONG   mhc_compilations: the report lacks the point" in capsys.readouterr().out
 

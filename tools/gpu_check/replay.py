@@ -36,8 +36,9 @@ def replay(place: Place, record: Record, run: str) -> None:
             max_seq_len=BLOCKS_EACH * 256, num_blocks=BLOCKS_EACH * requests, draft_tokens=1,
             cache_storage="fp8" if numerics == "official" else "bf16",
         )  # fmt: skip
+        differences = replay_differences(engine, padded=not deterministic)
         with record.profiling():
-            differences = replay_differences(engine, padded=not deterministic)
+            engine.runner.run([Sequence().segment(random_tokens(21, 0), (20,))])
         found[0][name] = differences
         if not deterministic:
             found[1][name] = {

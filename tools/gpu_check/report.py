@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -41,7 +42,7 @@ def run_all(place: Place, out: Path, described: str, only: Iterable[str] = ()) -
         print(f"{time.perf_counter() - began:6.1f} s  {stage}: {len(own)} sections", flush=True)
     seconds = time.perf_counter() - began
     report = join(out, chosen, outcomes, seconds=seconds, started=started, described=described, dry=place.dry)
-    (out / "h200_check.json").write_text(json.dumps(report, indent=1) + "\n")
+    (out / "h200_check.json").write_text(as_text(report))
     print(table(report, outcomes))
     return report
 
@@ -60,7 +61,7 @@ def _run_stage(own: dict[str, Section], width: int, place: Place, out: Path, beg
             taken = time.perf_counter() - one.began
             over = taken > own[one.name].timeout * (10 if place.dry else 1)
             if over:
-                one.process.kill()
+                os.killpg(one.process.pid, signal.SIGKILL)  # with what it started itself
             if over or one.process.poll() is not None:
                 code = one.process.wait()
                 error = f"killed after {taken:.0f} s" if over else f"ended with {code}" if code else None
@@ -71,11 +72,16 @@ def _run_stage(own: dict[str, Section], width: int, place: Place, out: Path, beg
 def _start(name: str, section: Section, place: Place, out: Path) -> _Running:
     log = (out / f"{name}.log").open("w")
     command = [sys.executable, "-m", "tools.gpu_check", "section", *(["--dry"] if place.dry else []), name]
-    environment = cache_environment(place.cache / f"kernels_{section.caches}") | {"OMP_NUM_THREADS": "4"}
+    environment = cache_environment(place.cache / f"kernels_{section.caches}") | {"OMP_NUM_THREADS": "2"}
     if place.dry:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*command, str(out / f"{name}.json"), str(place.cache)], cwd=ROOT, env=environment, stdout=log, stderr=log
+        [*command, str(out / f"{name}.json"), str(place.cache)],
+        cwd=ROOT,
+        env=environment,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
     )
     return _Running(name, process, time.perf_counter())
 
@@ -156,6 +162,13 @@ def merge(into: dict[str, Any], found: dict[str, Any]) -> None:
             raise ValueError(f"a sample must come from one section, got a second {key}")
         else:
             into[key] = value
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """JSON with a line per key and a line per point: samples are many, and a change of a point is one line."""
+    points = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in report["points"].items())
+    rest = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in report.items() if key != "points"]
+    return "{\n" + ",\n".join([*rest, f' "points": {{\n{points}\n }}']) + "\n}\n"
 
 
 def machine(dry: bool) -> dict[str, Any]:

@@ -106,4 +106,6 @@ def _replay(run: str, points: tuple[str, ...]) -> Section:
     return Section(partial(replay.replay, run=run), points, caches="libraries" if "libraries" in run else "triton")
 
 
-SECTIONS: dict[str, Section] = _all()
+_LONGEST = ("suite", "processes", "sweep", "mhc_compilations", "ops_large", "replay", "poison", "exact")
+SECTIONS: dict[str, Section] = dict(sorted(_all().items(), key=lambda item: not item[0].startswith(_LONGEST)))
+"""Those that take longest come first, so that none of them is alone at the end."""
