@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv4 import ops
-from dsv4.ops import _backends, _deep_gemm, _indexer_deep_gemm, _runtime
+from dsv4.ops import _backends, _deep_gemm, _deep_gemm_compile, _indexer_deep_gemm, _runtime
 from dsv4.ops.shapes import flash, nano, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -310,6 +310,16 @@ def test_prewarm_cases_are_what_calls_use(library, shape):
                     ops.spec(case.op).cuda(*args, **kwargs)
             assert _runtime.warm_keys() == found
     assert not any(case.key[0] == "deep_gemm" for case in ops.spec("fp8_linear").cuda_cases(shape, cuda, 300))
+
+
+def test_other_processes_compile_what_the_cases_need(library):
+    cpu = torch.device("cpu")
+    calls = _deep_gemm_compile.calls_for(nano, 300)
+    with _backends.using("gemm", "deep_gemm"):
+        cases = ops.spec("fp8_linear").cuda_cases(nano, cpu, 300)
+    assert set(calls) == {case.key for case in cases}
+    _deep_gemm_compile.compile_all(list(calls.values()), cpu)
+    assert _runtime.warm_keys() == set(calls)
 
 
 def _matrices(shape):
