@@ -45,6 +45,7 @@ class Launch:
 class _Slot:
     lock: threading.Lock = field(default_factory=threading.Lock)
     kernel: Any = None
+    has_run: bool = False
 
 
 _table: dict[tuple[_runtime.Key, str], _Slot] = {}
@@ -71,21 +72,20 @@ def launch(key: _runtime.Key, build: Build, grid: tuple[int, ...], *args: Any) -
     if 0 in grid:
         return
     _runtime.require_warm(key)
-    _kernel(key, build, architecture(args[0].device))(*args)
-    if not _runtime.is_warm(key):
-        _runtime.mark_warm(key)
-
-
-def _kernel(key: _runtime.Key, build: Build, arch: str) -> Any:
+    arch = architecture(args[0].device)
     slot = _table.get((key, arch))
     if slot is None:
         with _table_lock:
             slot = _table.setdefault((key, arch), _Slot())
-    if slot.kernel is None:
-        with slot.lock:
-            if slot.kernel is None:
-                slot.kernel = compile_program(build, arch)
-    return slot.kernel
+    if slot.has_run:
+        slot.kernel(*args)
+        return
+    with slot.lock:
+        if slot.kernel is None:
+            slot.kernel = compile_program(build, arch)
+        slot.kernel(*args)  # the first call compiles host code, which TileLang does not guard against other threads
+        slot.has_run = True
+    _runtime.mark_warm(key)
 
 
 def compile_program(build: Build, arch: str) -> Any:

@@ -51,6 +51,7 @@ class Row:
 
 ROWS = [Row(s, d, a) for s in (nano, flash, pro) for d in (BF16, FP32) for a in ("sm_90a", "sm_100a")]
 QUICK = Row(nano, BF16, "sm_90a")
+COMPILED = [r for r in ROWS if r.shape is nano or (r.dtype, r.arch) == (BF16, "sm_90a")]
 
 
 @pytest.mark.parametrize("row", [r if r == QUICK else pytest.param(r, marks=pytest.mark.slow) for r in ROWS], ids=str)
@@ -68,7 +69,7 @@ def test_lowers(row):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", COMPILED, ids=str)
 def test_compiles(row, tmp_path, monkeypatch):
     """nvcc accepts what is lowered: TileLang lets names pass that are words of C++."""
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))

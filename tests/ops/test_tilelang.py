@@ -14,7 +14,8 @@ class Kernels:
     """Stands for the compiler: counts builds and calls."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds, self.built, self.calls, self.active, self.most_active = seconds, [], [], 0, 0
+        self.seconds, self.built, self.calls, self.running = seconds, [], [], []
+        self.active, self.most_active = 0, 0
         self.lock = threading.Lock()
 
     def compile(self, build, arch):
@@ -26,7 +27,18 @@ class Kernels:
         with self.lock:
             self.active -= 1
             self.built.append((name, arch))
-        return lambda *args: self.calls.append((name, args))
+        return lambda *args: self.run(name, args)
+
+    def run(self, name, args):
+        """A first call must not meet another call of the same kernel."""
+        with self.lock:
+            first = all(called != name for called, _ in self.calls)
+            self.running.append(name)
+            assert not first or self.running.count(name) == 1
+        time.sleep(self.seconds / 4)
+        with self.lock:
+            self.running.remove(name)
+            self.calls.append((name, args))
 
 
 @pytest.fixture
@@ -97,6 +109,13 @@ def test_a_failed_build_leaves_the_key_cold_and_can_be_repeated(kernels):
     assert not _runtime.is_warm(("a",))
     _tilelang.launch(("a",), lambda: "a", (1,), torch.randn(1))
     assert _runtime.is_warm(("a",)) and len(kernels.calls) == 1
+
+
+def test_another_architecture_is_another_build(kernels, monkeypatch):
+    _tilelang.launch(("a",), lambda: "a", (1,), torch.randn(1))
+    monkeypatch.setattr(_tilelang, "architecture", lambda device: "sm_100a")
+    _tilelang.launch(("a",), lambda: "a", (1,), torch.randn(1))
+    assert [arch for _, arch in kernels.built] == ["sm_90a", "sm_100a"]
 
 
 def test_recorded_launches_do_not_run(kernels):
