@@ -163,7 +163,7 @@ def _by_deep_gemm(weight: torch.dtype, hidden: int, inner: int) -> bool:
 
 
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
-    """FP4, FP8 and bf16 experts with bf16 models' activations, in small and in large blocks.
+    """FP4, FP8 and bf16 experts with bf16 models' activations, in blocks of every size.
 
     Calls have one expert: the number of experts is a run-time argument. Not so for DeepGEMM, which is warmed for models
     whose experts are FP8 only: its calls need room for all experts.
@@ -176,15 +176,18 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
             if shape.expert_dtype == "fp8":
                 cases |= _deep_gemm_cases(shape, device, max_tokens)
             continue
-        for deterministic in (False, True):
+        topk = shape.experts_per_token
+        for num_tokens, deterministic in ((1, False), (1, True), (64 // topk + 1, False)):
 
-            def arguments(dtype: torch.dtype = dtype, deterministic: bool = deterministic) -> Arguments:
-                return _blank(shape, dtype, device), {"limit": shape.swiglu_limit, "deterministic": deterministic}
+            def arguments(
+                dtype: torch.dtype = dtype, num_tokens: int = num_tokens, deterministic: bool = deterministic
+            ) -> Arguments:
+                keywords = {"limit": shape.swiglu_limit, "deterministic": deterministic}
+                return _blank(shape, dtype, num_tokens, device), keywords
 
             x = torch.empty(0, dtype=_experts.FP8 if dtype != torch.bfloat16 else dtype, device="meta")
             weight = torch.empty(0, dtype=dtype, device="meta")
-            topk = shape.experts_per_token
-            pairs = expert_ffn_kernel.block_m(topk, 1, deterministic)
+            pairs = expert_ffn_kernel.block_m(num_tokens * topk, 1, dtype, deterministic, device)
             keys = expert_ffn_kernel.keys(x, weight, shape.hidden, shape.expert_hidden, topk, pairs)
             for key in (*_expert_blocks_kernel.keys(pairs), *keys.values()):
                 cases.setdefault(key, PrewarmCase(op="expert_ffn", key=key, arguments=arguments))
@@ -208,13 +211,13 @@ def _deep_gemm_cases(shape: Shape, device: torch.device, max_tokens: int) -> dic
     return cases
 
 
-def _blank(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """One row and one expert with weights of ``dtype``, all zero."""
+def _blank(shape: Shape, dtype: torch.dtype, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Rows and one expert with weights of ``dtype``, all zero."""
     hidden, inner, topk = shape.hidden, shape.expert_hidden, shape.experts_per_token
-    ids = torch.zeros(1, topk, dtype=torch.int32, device=device)
+    ids = torch.zeros(num_tokens, topk, dtype=torch.int32, device=device)
     scaled = dtype in (_experts.FP4, _experts.FP8)
-    x = torch.zeros(1, hidden, dtype=_experts.FP8 if scaled else dtype, device=device)
-    x_scale = torch.ones(1, -(-hidden // 128) if scaled else 0, device=device)
+    x = torch.zeros(num_tokens, hidden, dtype=_experts.FP8 if scaled else dtype, device=device)
+    x_scale = torch.ones(num_tokens, -(-hidden // 128) if scaled else 0, device=device)
     weights = []
     for lead, rows, cols in ((2, inner, hidden), (1, hidden, inner)):
         if dtype == _experts.FP4:

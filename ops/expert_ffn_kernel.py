@@ -8,45 +8,25 @@ Weights stay in their format in memory and are decoded in registers. FP4 decodes
 codes are bf16 values, and their fp32 block scale multiplies the sum over the block. Products accumulate in fp32.
 
 Tiles are ``[weight rows, pairs]``: weight rows fill the fixed dimension of the matrix instruction, so a tile may have
-few pairs. The two nibbles of an FP4 byte are neighbouring columns. Instead of interleaving them, the low and the high
-nibbles are multiplied apart, by rows whose even columns lie before their odd ones ("split" rows). Expanded rows and
-the activation are written that way for FP4 weights.
+few pairs. FP4 is read in words of 16 bits, that is four neighbouring columns. Instead of interleaving them, the four
+nibbles are multiplied apart, by rows whose columns 0, 4, 8 … lie before their columns 1, 5, 9 … and so on ("split"
+rows). Expanded rows and the activation are written that way for FP4 weights.
 
 Every element of a tile is its own sum, in an order fixed by the constants, whatever the pairs around it hold.
 """
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 
 from . import _expert_blocks_kernel
+from ._fp4_kernel import e2m1, e8m0, spoil
 from ._triton import dtype_key, launch
 
-_UNBIAS = tl.constexpr(2.0**126)
 _FP8_MAX = tl.constexpr(448.0)
 _FP8_FLOOR_BITS = tl.constexpr(0x38D1B717)  # 1e-4
-
-
-@triton.jit
-def _e8m0(code):
-    """fp32 ``2^(code - 127)``; 255 gives NaN."""
-    code = code.to(tl.int32)
-    bits = tl.where(code == 0, 1 << 22, code << 23)
-    return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _e2m1(code, scale):
-    """bf16 values of FP4 codes 0…15 ``[rows, n]`` times fp32 ``scale [rows, n / 16]``, exact.
-
-    Exponent and mantissa bits of a code, put in their place in an fp32 number, are the value times 2^-126: also 0.5,
-    which is subnormal in both formats.
-    """
-    code = code.to(tl.uint32)
-    bits = ((code & 8) << 28) | ((code & 7) << 22)
-    value = bits.to(tl.float32, bitcast=True) * _UNBIAS
-    groups = tl.reshape(value, [scale.shape[0], scale.shape[1], 16]) * scale[:, :, None]
-    return tl.reshape(groups, [value.shape[0], value.shape[1]]).to(tl.bfloat16)
 
 
 @triton.jit
@@ -67,35 +47,45 @@ def _columns(x_ptr, row, inside, start, step, cols, limit: tl.constexpr, block_k
 
 @triton.jit
 def _accumulate(
-    acc, w_ptr, s_ptr, row, inside, scale_row, low, high, step,
-    cols: tl.constexpr, block_k: tl.constexpr, fmt: tl.constexpr,
-):  # fmt: skip
-    """``acc [rows, pairs]`` plus weight rows ``row [rows]``, k-block ``step``, times that block of the pairs' rows.
-
-    FP4: ``block_k`` bytes, that is columns ``2k`` times ``low`` and ``2k + 1`` times ``high``. Others: ``block_k``
-    columns times ``low``.
-    """
+    acc, w_ptr, s_ptr, row, inside, scale_row, x, step, cols: tl.constexpr, block_k: tl.constexpr, fmt: tl.constexpr
+):
+    """``acc [rows, pairs]`` plus weight rows ``row [rows]``, columns of k-block ``step``, times those of the pairs."""
     k = step * block_k + tl.arange(0, block_k)
     mask = inside[:, None]
-    if fmt == "fp4":
-        packed = tl.load(w_ptr + row[:, None] * (cols // 2) + k[None, :], mask=mask, other=0)
-        group = step * (block_k // 16) + tl.arange(0, block_k // 16)
-        scale = _e8m0(tl.load(s_ptr + row[:, None] * (cols // 32) + group[None, :], mask=mask, other=0))
-        acc = tl.dot(_e2m1(packed & 15, scale), low, acc)
-        acc = tl.dot(_e2m1(packed >> 4, scale), high, acc)
+    if cols % block_k != 0:
+        mask = mask & (k < cols)[None, :]
+    weight = tl.load(w_ptr + row[:, None] * cols + k[None, :], mask=mask, other=0.0)
+    if fmt == "fp8":
+        tl.static_assert(block_k == 128)
+        factor = tl.load(s_ptr + scale_row * ((cols + 127) // 128) + step)
+        acc += tl.dot(weight.to(tl.bfloat16), x) * factor
+    elif fmt == "bf16":
+        acc = tl.dot(weight, x, acc)
     else:
-        if cols % block_k != 0:
-            mask = mask & (k < cols)[None, :]
-        weight = tl.load(w_ptr + row[:, None] * cols + k[None, :], mask=mask, other=0.0)
-        if fmt == "fp8":
-            tl.static_assert(block_k == 128)
-            factor = tl.load(s_ptr + scale_row * ((cols + 127) // 128) + step)
-            acc += tl.dot(weight.to(tl.bfloat16), low) * factor
-        elif fmt == "bf16":
-            acc = tl.dot(weight, low, acc)
-        else:
-            acc = tl.dot(weight.to(tl.float32), low, acc, input_precision="ieee")
+        acc = tl.dot(weight.to(tl.float32), x, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def _accumulate_fp4(
+    acc, largest, w_ptr, s_ptr, row, inside, x0, x1, x2, x3, step, cols: tl.constexpr, block_k: tl.constexpr
+):
+    """The same for ``block_k`` words: columns ``4k + i`` times ``xi``. ``largest [rows, block_k / 8]``: see spoil."""
+    k = step * block_k + tl.arange(0, block_k)
+    group = step * (block_k // 8) + tl.arange(0, block_k // 8)
+    mask = inside[:, None]
+    group_mask = mask
+    if cols % (4 * block_k) != 0:
+        mask = mask & (k < cols // 4)[None, :]
+        group_mask = group_mask & (group < cols // 32)[None, :]
+    words = tl.load(w_ptr + row[:, None] * (cols // 4) + k[None, :], mask=mask, other=0)
+    codes = tl.load(s_ptr + row[:, None] * (cols // 32) + group[None, :], mask=group_mask, other=0)
+    w0, w1, w2, w3 = e2m1(words, e8m0(codes))
+    acc = tl.dot(w0, x0, acc)
+    acc = tl.dot(w1, x1, acc)
+    acc = tl.dot(w2, x2, acc)
+    acc = tl.dot(w3, x3, acc)
+    return acc, tl.maximum(largest, codes.to(tl.int32))
 
 
 @triton.jit
@@ -131,10 +121,16 @@ def _expand(
         scale = tl.load(scale_ptr + row * scales + number, mask=number < scales, other=0.0)
         value = tl.reshape(tl.reshape(x, [block // group, group]) * scale[:, None], [block]).to(tl.bfloat16)
         if split:
-            even, odd = tl.split(tl.reshape(value, [block // 2, 2]))
-            target = tl.program_id(1) * (block // 2) + tl.arange(0, block // 2)
-            tl.store(out_ptr + row * cols + target, even, mask=target < cols // 2)
-            tl.store(out_ptr + row * cols + cols // 2 + target, odd, mask=target < cols // 2)
+            even, odd = tl.split(tl.reshape(value, [block // 4, 2, 2]))
+            value0, value2 = tl.split(even)
+            value1, value3 = tl.split(odd)
+            run: tl.constexpr = cols // 4
+            target = tl.program_id(1) * (block // 4) + tl.arange(0, block // 4)
+            split_ptr = out_ptr + row * cols + target
+            tl.store(split_ptr, value0, mask=target < run)
+            tl.store(split_ptr + run, value1, mask=target < run)
+            tl.store(split_ptr + 2 * run, value2, mask=target < run)
+            tl.store(split_ptr + 3 * run, value3, mask=target < run)
         else:
             tl.store(out_ptr + row * cols + column, value, mask=inside)
 
@@ -156,11 +152,11 @@ def _gate_up(
     held = pair >= 0
     token = (tl.maximum(pair, 0) // topk).to(tl.int64)
     lane = tl.arange(0, block_n)
-    half: tl.constexpr = block_n // 2
-    if fmt == "fp4":  # the tile's even columns before its odd ones, so that both are stored in runs
-        column = tile * block_n + 2 * (lane % half) + lane // half
-        target = (lane // half) * (inner // 2) + tile * half + lane % half
-        w_ptr += expert * (inner * hidden)
+    part: tl.constexpr = block_n // 4
+    if fmt == "fp4":  # the tile's columns in split order, so that they are stored in runs
+        column = tile * block_n + 4 * (lane % part) + lane // part
+        target = (lane // part) * (inner // 4) + tile * part + lane % part
+        w_ptr += expert * (2 * inner * (hidden // 4))
         s_ptr += expert * (2 * inner * (hidden // 32))
     else:
         column = tile * block_n + lane
@@ -170,16 +166,28 @@ def _gate_up(
     inside = column < inner
     scale_row = tile * block_n // 128
     up_scale_row = scale_row + (inner + 127) // 128
-    width: tl.constexpr = hidden // 2 if fmt == "fp4" else hidden
+    width: tl.constexpr = hidden // 4 if fmt == "fp4" else hidden
     gate = tl.zeros([block_n, block_m], tl.float32)
     up = tl.zeros([block_n, block_m], tl.float32)
+    gate_codes = tl.zeros([block_n, block_k // 8], tl.int32)
+    up_codes = gate_codes
     for step in range(steps):
-        low = _columns(x_ptr, token, held, 0, step, hidden, width, block_k, fmt)
-        high = low
+        x0 = _columns(x_ptr, token, held, 0, step, hidden, width, block_k, fmt)
         if fmt == "fp4":
-            high = _columns(x_ptr, token, held, width, step, hidden, width, block_k, fmt)
-        gate = _accumulate(gate, w_ptr, s_ptr, column, inside, scale_row, low, high, step, hidden, block_k, fmt)
-        up = _accumulate(up, w_ptr, s_ptr, column + inner, inside, up_scale_row, low, high, step, hidden, block_k, fmt)
+            x1 = _columns(x_ptr, token, held, width, step, hidden, width, block_k, fmt)
+            x2 = _columns(x_ptr, token, held, 2 * width, step, hidden, width, block_k, fmt)
+            x3 = _columns(x_ptr, token, held, 3 * width, step, hidden, width, block_k, fmt)
+            gate, gate_codes = _accumulate_fp4(
+                gate, gate_codes, w_ptr, s_ptr, column, inside, x0, x1, x2, x3, step, hidden, block_k
+            )
+            up, up_codes = _accumulate_fp4(
+                up, up_codes, w_ptr, s_ptr, column + inner, inside, x0, x1, x2, x3, step, hidden, block_k
+            )
+        else:
+            gate = _accumulate(gate, w_ptr, s_ptr, column, inside, scale_row, x0, step, hidden, block_k, fmt)
+            up = _accumulate(up, w_ptr, s_ptr, column + inner, inside, up_scale_row, x0, step, hidden, block_k, fmt)
+    if fmt == "fp4":
+        gate, up = spoil(gate, gate_codes), spoil(up, up_codes)
 
     dtype = out_ptr.dtype.element_ty
     gate = gate.to(dtype).to(tl.float32)
@@ -213,20 +221,28 @@ def _down(
     column = tile * block_n + tl.arange(0, block_n)
     inside = column < hidden
     if fmt == "fp4":
-        w_ptr += expert * (hidden * (inner // 2))
+        w_ptr += expert * (hidden * (inner // 4))
         s_ptr += expert * (hidden * (inner // 32))
     else:
         w_ptr += expert * (hidden * inner)
         s_ptr += expert * (((hidden + 127) // 128) * ((inner + 127) // 128))
     scale_row = tile * block_n // 128
-    width: tl.constexpr = inner // 2 if fmt == "fp4" else inner
+    width: tl.constexpr = inner // 4 if fmt == "fp4" else inner
     acc = tl.zeros([block_n, block_m], tl.float32)
+    largest = tl.zeros([block_n, block_k // 8], tl.int32)
     for step in range(steps):
-        low = _columns(x_ptr, slot, held, 0, step, inner, width, block_k, fmt)
-        high = low
+        x0 = _columns(x_ptr, slot, held, 0, step, inner, width, block_k, fmt)
         if fmt == "fp4":
-            high = _columns(x_ptr, slot, held, width, step, inner, width, block_k, fmt)
-        acc = _accumulate(acc, w_ptr, s_ptr, column, inside, scale_row, low, high, step, inner, block_k, fmt)
+            x1 = _columns(x_ptr, slot, held, width, step, inner, width, block_k, fmt)
+            x2 = _columns(x_ptr, slot, held, 2 * width, step, inner, width, block_k, fmt)
+            x3 = _columns(x_ptr, slot, held, 3 * width, step, inner, width, block_k, fmt)
+            acc, largest = _accumulate_fp4(
+                acc, largest, w_ptr, s_ptr, column, inside, x0, x1, x2, x3, step, inner, block_k
+            )
+        else:
+            acc = _accumulate(acc, w_ptr, s_ptr, column, inside, scale_row, x0, step, inner, block_k, fmt)
+    if fmt == "fp4":
+        acc = spoil(acc, largest)
     target = parts_ptr + pair.to(tl.int64)[None, :] * hidden + column[:, None]
     tl.store(target, acc.to(parts_ptr.dtype.element_ty), mask=inside[:, None] & held[None, :])
 
@@ -247,7 +263,6 @@ def _sum_parts(parts_ptr, ids_ptr, out_ptr, experts, hidden: tl.constexpr, topk:
 
 _FORMATS = {torch.uint8: "fp4", torch.float8_e4m3fn: "fp8"}
 _COLUMNS = 1024
-_DETERMINISTIC_BLOCK = 64
 Key = tuple[str | int, ...]
 
 
@@ -257,23 +272,36 @@ def _format(x: torch.Tensor, weight: torch.Tensor) -> str:
     return _FORMATS.get(weight.dtype, "bf16" if both else "fp32")
 
 
-def block_m(pairs: int, experts: int, deterministic: bool) -> int:
-    """Pairs per block: few where the average expert has few. One constant for ``deterministic``, so that a row's
-    result does not hang on two programs summing alike."""
-    return 16 if pairs <= 16 * experts and not deterministic else _DETERMINISTIC_BLOCK
+@functools.cache
+def _tensor_memory(device: torch.device) -> bool:
+    """Whether products accumulate in tensor memory (SM100): each of a chain takes columns of its own, of 512 in all, so
+    the four products of FP4, for gate and for up, leave room for blocks of 32 pairs."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+
+
+def block_m(pairs: int, experts: int, weight: torch.dtype, deterministic: bool, device: torch.device) -> int:
+    """Pairs per block: few where the average expert has few. Where it has many, FP4 takes more: every block decodes
+    its weights again. One constant for ``deterministic``, so that a row's result does not hang on two programs summing
+    alike."""
+    small, middle, large = 16, 64, 64
+    if weight == torch.uint8:
+        middle, large = (32, 32) if _tensor_memory(device) else (64, 128)
+    if deterministic:
+        return middle
+    average = pairs / experts
+    return small if average <= small else middle if average <= middle else large
 
 
 def _tile(rows: int, cols: int, fmt: str, pairs: int) -> dict[str, int | str]:
     """Constants of a product with ``[rows, cols]`` weights, for blocks of ``pairs`` pairs."""
     block_n = min(max(triton.next_power_of_2(rows), 16), 32 if fmt == "fp32" else 128)
-    if fmt == "fp4":  # bytes; every k-block is whole, because cols is a multiple of 32
-        block_k = next(size for size in (64, 32, 16) if cols // 2 % size == 0)
-        steps = cols // 2 // block_k
+    if fmt == "fp4":  # words of four columns; the matrix instruction takes 16 at least
+        width = cols // 4
+        block_k = next((size for size in (32, 16) if width % size == 0), 16)
     else:
-        block_k = {"fp8": 128, "bf16": 64, "fp32": 32}[fmt]
-        steps = triton.cdiv(cols, block_k)
+        width, block_k = cols, {"fp8": 128, "bf16": 64, "fp32": 32}[fmt]
     return {
-        "fmt": fmt, "block_m": pairs, "block_n": block_n, "block_k": block_k, "steps": steps,
+        "fmt": fmt, "block_m": pairs, "block_n": block_n, "block_k": block_k, "steps": triton.cdiv(width, block_k),
         "num_warps": 4 if pairs == 16 or fmt == "fp32" else 8, "num_stages": 2 if fmt == "fp32" else 3,
     }  # fmt: skip
 
@@ -307,9 +335,9 @@ def run(
     w13, w13_scale, w2, w2_scale = (t.contiguous() for t in (w13, w13_scale, w2, w2_scale))
     (tokens, topk), experts, hidden = ids.shape, w13.shape[0], out.shape[1]
     inner = w13.shape[1] // 2
-    pairs = block_m(ids.numel(), experts, deterministic)
+    pairs = block_m(ids.numel(), experts, w13.dtype, deterministic, x.device)
     key = keys(x, w13, hidden, inner, topk, pairs)
-    act = torch.float32 if x.dtype == torch.float32 else torch.bfloat16
+    act, fmt = torch.float32 if x.dtype == torch.float32 else torch.bfloat16, _format(x, w13)
     slots, owner = _expert_blocks_kernel.run(ids, experts, pairs)
     if "expand" in key:
         block = min(triton.next_power_of_2(hidden), _COLUMNS)
@@ -320,16 +348,18 @@ def run(
             cols=hidden, topk=topk, split=w13.dtype == torch.uint8, block=block, num_warps=2,
         )  # fmt: skip
         x = expanded
+    if w13.dtype == torch.uint8:
+        w13, w2 = (weight.view(torch.int16) for weight in (w13, w2))
     blocks = owner.shape[0]
     hidden_rows = torch.empty(slots.shape[0], inner, dtype=act, device=x.device)
-    tile = _tile(inner, hidden, _format(x, w13), pairs)
+    tile = _tile(inner, hidden, fmt, pairs)
     launch(
         key["gate_up"], _gate_up, (blocks * triton.cdiv(inner, tile["block_n"]),),
         x, w13, w13_scale, slots, owner, weights, hidden_rows, limit,
         hidden=hidden, inner=inner, topk=topk, **tile,
     )  # fmt: skip
     parts = torch.empty(ids.numel(), hidden, dtype=act, device=x.device)
-    tile = _tile(hidden, inner, _format(hidden_rows, w2), pairs)
+    tile = _tile(hidden, inner, fmt, pairs)
     launch(
         key["down"], _down, (blocks * triton.cdiv(hidden, tile["block_n"]),),
         hidden_rows, w2, w2_scale, slots, owner, parts,

@@ -42,15 +42,16 @@ def compile_for(call, arch):
 
 
 @pytest.mark.parametrize("arch", [90, 100])
-def test_compiles(arch):
-    """Products use the matrix instructions of the architecture; FP4 leaves room for two programs."""
+def test_compiles(arch, monkeypatch):
+    """Products use the matrix instructions of the architecture; small FP4 blocks leave room for two programs."""
+    monkeypatch.setattr("dsv4.ops.expert_ffn_kernel._tensor_memory", lambda _: arch == 100)
     for key, call in launches(SMALL_FLASH).items():
         compiled = compile_for(call, arch)
         assert compiled.asm["cubin"]
         if key[1] in ("gate_up", "down"):
             assert ("wgmma.mma_async" if arch == 90 else "tcgen05.mma") in compiled.asm["ptx"], key
             assert "cp.async" in compiled.asm["ptx"] and ".ftz" not in compiled.asm["ptx"], key
-            assert compiled.metadata.shared <= (100 if "uint8" in key else 220) * 1024, key
+            assert compiled.metadata.shared <= (100 if "uint8" in key and key[-1] < 128 else 220) * 1024, key
 
 
 @pytest.mark.parametrize("arch", [90, 100])

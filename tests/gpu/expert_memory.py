@@ -11,7 +11,7 @@ from dsv4.ops.shapes import Shape
 from dsv4.weights import load_weights
 
 CUDA = torch.device("cuda")
-ALLOCATION = 512  # bytes to which the allocator rounds
+ALLOCATION, REMAINDER = 512, 1 << 20  # bytes to which the allocator rounds; what it leaves attached to a large block
 
 
 def random_fp4(shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -36,7 +36,7 @@ def workspace_bytes(shape: Shape, num_tokens: int) -> int:
     """Result and workspaces of one call with FP4 experts, from its documentation: nothing grows with the weights but
     one slot block per expert and the counters."""
     pairs, experts = num_tokens * shape.experts_per_token, shape.num_experts
-    block = expert_ffn_kernel.block_m(pairs, experts, False)
+    block = expert_ffn_kernel.block_m(pairs, experts, torch.uint8, False, CUDA)
     blocks = _expert_blocks_kernel.num_blocks(pairs, experts, block)
     parts = (
         4 * num_tokens * shape.hidden,  # result
@@ -47,7 +47,7 @@ def workspace_bytes(shape: Shape, num_tokens: int) -> int:
         4 * blocks,  # their experts
         4 * experts,  # counters
     )
-    return sum(parts) + len(parts) * ALLOCATION
+    return sum(part + (REMAINDER if part >= REMAINDER else ALLOCATION) for part in parts)
 
 
 def bytes_of_an_8_bit_copy(shape: Shape) -> int:

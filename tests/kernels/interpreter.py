@@ -11,6 +11,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from . import ptx
+
 _DTYPES = {
     tl.float64: torch.float64,
     tl.float32: torch.float32,
@@ -59,3 +61,4 @@ def repair() -> None:
     interpreter._patch_lang_tensor = _index_of_one_element
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = dot
+    ptx.install()

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from dsv4 import ops
-from dsv4.ops import _expert_blocks_kernel
+from dsv4.ops import _expert_blocks_kernel, _formats, _fp4_kernel
 from dsv4.ops.shapes import nano, tiny
 
 from ..ops import contract, moe_numpy as moe
@@ -27,6 +29,32 @@ def make(kind, num_tokens, seed, *, num_experts=5, topk=3):
     x, x_scale, _ = moe.make_rows(rng, kind, num_tokens, SIZES[kind][0])
     ids, route = moe.make_routing(rng, num_tokens, topk, num_experts)
     return (x, x_scale, ids, route, *weights.tensors), {"limit": LIMIT.get(kind, 0.7)}
+
+
+@triton.jit
+def _decode(words_ptr, codes_ptr, out_ptr, rows: tl.constexpr, words: tl.constexpr):
+    row, word = tl.arange(0, rows)[:, None], tl.arange(0, words)[None, :]
+    scale = _fp4_kernel.e8m0(tl.load(codes_ptr + row * (words // 8) + tl.arange(0, words // 8)[None, :]))
+    w0, w1, w2, w3 = _fp4_kernel.e2m1(tl.load(words_ptr + row * words + word), scale)
+    out_ptr += row * (4 * words) + 4 * word
+    tl.store(out_ptr, w0)
+    tl.store(out_ptr + 1, w1)
+    tl.store(out_ptr + 2, w2)
+    tl.store(out_ptr + 3, w3)
+
+
+def test_every_code_and_scale():
+    """All 65,536 words, and every scale byte but NaN's beside every code, to the bit: signed zeros, subnormals."""
+    g = torch.Generator().manual_seed(0)
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(256, 256)
+    alike = (torch.arange(16) * 0x1111).to(torch.int16).expand(256, 16)
+    words = torch.cat((alike, every, every[torch.randperm(256, generator=g), :240]), dim=1)
+    codes = torch.randint(0, 255, (256, 64), generator=g, dtype=torch.uint8)
+    codes[:, :2] = torch.arange(256)[:, None] % 255
+    out = torch.full((256, 2048), float("nan"), dtype=torch.bfloat16)
+    _decode[(1,)](words, codes, out, rows=256, words=512)
+    want = _formats.dequantize_fp4(words.view(torch.uint8), codes).bfloat16()
+    assert torch.equal(out.view(torch.int16), want.view(torch.int16)) and want.isfinite().float().mean() > 0.95
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -98,7 +126,7 @@ def test_extreme_scales_and_nan():
     assert want[1:].isfinite().all() and moe.relative_rms(got[1:], want[1:]) < BOUND["fp4"]
 
 
-@pytest.mark.parametrize("pairs_per_block", [16, 64])
+@pytest.mark.parametrize("pairs_per_block", [16, 64, 128])
 @pytest.mark.parametrize("num_tokens", [1, 33, 700])
 def test_blocks(num_tokens, pairs_per_block):
     """Every pair once, in blocks of its expert, in order; the bound on blocks is never passed."""
@@ -125,7 +153,7 @@ def test_block_bound(counts):
 def test_cases_cover_every_launch():
     keys = set()
     for kind in ("bf16", "fp8", "fp4"):
-        for tokens, deterministic in ((1, False), (1, True), (200, False)):
+        for tokens, deterministic in ((1, False), (1, True), (200, False), (600, False)):
             rng = np.random.default_rng(0)
             weights = moe.make_experts(rng, kind, tiny.num_experts, tiny.hidden, tiny.expert_hidden)
             rows = moe.make_rows(rng, kind, tokens, tiny.hidden)[:2]
