@@ -30,6 +30,7 @@ def sweep(place: Place, record: Record, run: str) -> None:
         settings = settings_of(
             place, mode, backend, numerics="official", max_seq_len=budget + 256, max_requests=max(DECODE_ROWS),
             num_blocks=300, token_budget=budget, cache_storage="fp8", prefix_reuse=False, draft_tokens=1,
+            expert_weights="fp8" if run == "flash.full.libraries" else "fp4",  # DeepGEMM's grouped products too
         )  # fmt: skip
         engine = random_engine(config, settings, mode)
         with _monitor(backend, place) as monitor:

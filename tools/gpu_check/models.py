@@ -51,12 +51,14 @@ def nano_runner(
     deterministic: bool = False,
     max_blocks: int = 8,
     num_requests: int = 1,
+    expert_weights: str = "fp4",
 ) -> Runner:
     """The trained checkpoint, eager, with caches of its own."""
     config = ModelConfig.from_json(NANO)
     execution = Execution(numerics=numerics, dtype=dtype, deterministic=deterministic)
     weights = load_weights(
-        Checkpoint.open(NANO), config, numerics, dtype=dtype, device=place.device, progress=False
+        Checkpoint.open(NANO), config, numerics, dtype=dtype, device=place.device, progress=False,
+        expert_weights=expert_weights,
     )  # fmt: skip
     model = DeepseekV4(config, execution, weights, max_positions=256 * max_blocks)
     caches = allocate_caches(
@@ -66,12 +68,14 @@ def nano_runner(
     return Runner.eager(model, caches, max_blocks)
 
 
-def random_weights(config: ModelConfig, device: torch.device, *, numerics: str = "official") -> dict[str, torch.Tensor]:
+def random_weights(
+    config: ModelConfig, device: torch.device, *, numerics: str = "official", expert_weights: str = "fp4"
+) -> dict[str, torch.Tensor]:
     """Weights of any config in kernel layout, made on the device; scales keep activations near 1."""
     g = torch.Generator(device=device).manual_seed(0)
     kind: dict[str, Any] = {"device": device, "generator": g}
     made = {}
-    for name, meta in meta_weights(config, numerics, torch.bfloat16).items():
+    for name, meta in meta_weights(config, numerics, torch.bfloat16, expert_weights).items():
         if meta.dtype == torch.uint8:  # FP4 pairs, or E8M0 exponents of 2^-10 to 2^-8
             low, high = (117, 120) if name.endswith("scale") else (0, 256)
             value = torch.randint(low, high, meta.shape, dtype=torch.uint8, **kind)
@@ -136,7 +140,9 @@ def _start(model: DeepseekV4, settings: EngineConfig, mode: str, tokenizer: Toke
 
 def random_engine(config: ModelConfig, settings: EngineConfig, mode: str) -> Engine:
     """An engine over random weights."""
-    weights = random_weights(config, torch.device(settings.device), numerics=settings.numerics)
+    weights = random_weights(
+        config, torch.device(settings.device), numerics=settings.numerics, expert_weights=settings.expert_weights
+    )
     model = DeepseekV4(config, settings.execution, weights, max_positions=settings.max_blocks * 256)
     return _start(model, settings, mode)
 

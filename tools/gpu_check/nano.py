@@ -80,12 +80,13 @@ def official(place: Place, record: Record, backend: str) -> None:
     recorded = load_file(GOLDEN / "layers_official.safetensors")
     if place.dry:
         recorded = {n: t for n, t in recorded.items() if n.startswith(("p300.", "p140.layer2.ffn", "p140.ids"))}
-    for storage in ("bf16", "fp8"):
+    for name in ("bf16", "fp8", "fp8.fp8_experts"):
         with record.block(*kinds) as found, using_backend(backend, place):
-            runner = nano_runner(place, "official", storage=storage)
+            storage, *more = name.split(".")
+            runner = nano_runner(place, "official", storage=storage, expert_weights="fp8" if more else "fp4")
             layers = evaluate.compare(runner, recorded).layers
             for samples, kind in zip(found, kinds.values(), strict=True):
                 own = {name: value for name, value in layers.items() if name.endswith(kind)}
-                samples.setdefault(backend, {})[storage] = own
+                samples.setdefault(backend, {})[name] = own
     with record.profiling(), using_backend(backend, place):
         runner.run([Sequence().segment(_prompts()[9], (0,))])

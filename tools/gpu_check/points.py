@@ -81,7 +81,7 @@ class Point:
 
 _ROWS_32768 = ("mhc_pre", "mhc_post", "mhc_post_pre", "mhc_head", "qkv_rope_cache", "sparse_attention",
                "grouped_o_proj")  # fmt: skip
-_OFFICIAL = paths(BACKENDS, ("bf16", "fp8"))
+_OFFICIAL = paths(BACKENDS, ("bf16", "fp8", "fp8.fp8_experts"))
 _SWEEP = tuple(
     f"{width}.{mode}.{backend}/{kind}/{rows}"
     for width, mode, backend in product(WIDTHS, GRAPH_MODES, BACKENDS)
