@@ -8,6 +8,7 @@ import logging
 import threading
 import weakref
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -17,8 +18,10 @@ from dsv4.cache_sizing import plan_cache
 from dsv4.capture_stage import draft_ladder, step_ladder
 from dsv4.compile import compile_model
 from dsv4.engine import Engine
+from dsv4.graphs.jit_monitor import JitMonitor, KeyCounts
 from dsv4.graphs.pieces import CapturedPieces, CaptureError, CaptureMemoryError
 from dsv4.graphs.ranks import Ranks
+from dsv4.start_up import LateCompilation
 
 from .engines import greedy
 from .graphs.gpu_measure import placed
@@ -109,6 +112,34 @@ def test_the_table(tiny):
     assert started.late_compilations == () and started.ready_at > 0
     cpu = Engine.from_model(tiny, settings_of())
     assert [row.stage for row in cpu.started.table()] == ["barrier", "caches"] and cpu.started.captured == {}
+
+
+def test_late_compilations_are_listed(tiny, monkeypatch, caplog):
+    """What the monitor saw between the meeting of the ranks and ready; slow ones are a warning."""
+
+    class Seen(JitMonitor):
+        def __enter__(self):
+            hardware.events.append("monitor opens")
+            return super().__enter__()
+
+        def __exit__(self, *error):
+            hardware.events.append("monitor closes")
+            self._record("some", "fast", KeyCounts(loads=2, seconds=0.2))
+            self._record("some", "slow", KeyCounts(compilations=1, seconds=1.5))
+            return super().__exit__(*error)
+
+    hardware = SimulatedHardware()
+    monkeypatch.setattr(start_up_module, "JitMonitor", partial(Seen, counters={"some": dict}))
+    with caplog.at_level(logging.WARNING, logger=start_up_module.__name__):
+        engine = make(tiny, hardware)
+    assert engine.started.late_compilations == (
+        LateCompilation("some", "fast", 0, 2, 0.2),
+        LateCompilation("some", "slow", 1, 0, 1.5),
+    )
+    assert [r.getMessage() for r in caplog.records] == ["some compiled or loaded slow late, in 1.50 s"]
+    events = hardware.events
+    assert events.index("prewarm") < events.index("monitor opens") < events.index("watch the peak")
+    assert max(i for i, e in enumerate(events) if e == "capture") < events.index("monitor closes")
 
 
 def test_capture_progress(tiny, capsys):

@@ -226,3 +226,39 @@ def test_the_eager_path_is_always_there():
     inputs = toy.make_inputs(5, 2, 3)
     assert all(map(torch.equal, step.eager(inputs), other(inputs)))
     assert step.last_path == StepPath("eager", (5, 2, 3), None, "the caller asked for it")
+
+
+# --- stages apart ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trial_leaves_nothing_and_is_what_the_largest_bucket_takes(mode):
+    (model, compiled), graphs, calls = toy.shared(), CpuGraphs(), []
+    step, limit = toy.captured(compiled, graphs, mode=mode), graphs.arena.limit
+    with pytest.raises(RuntimeError, match=r"a trial must come after warm_up\(\), got a step that is cold"):
+        step.trial()
+    step.warm_up(lambda: calls.append("prewarm"))
+    trial = step.trial()
+    assert graphs.events[-1] == "release" and not graphs.arena.live and graphs.free_bytes() == limit
+    assert all(map(torch.equal, model.caches(), toy.Model().caches())) and step.report is None
+    with pytest.raises(RuntimeError, match="a step must be captured before a replay"):
+        step(toy.make_inputs(1, 1, 1))
+    report = step.capture(lambda: calls.append("prewarm"))
+    first = report.buckets[0]
+    assert (trial.bucket, trial.graphs, trial.pool_bytes) == (first.bucket, first.graphs, first.mib * 2**20)
+    assert trial.driver_bytes == 0 and report.device_mib == report.mib
+    assert trial.expected_bytes(4) == report.mib * 2**20
+    assert calls == ["prewarm"] * 2
+    compare(step, model, toy.Model())
+    with pytest.raises(RuntimeError, match="a step must be captured once, got 4 buckets"):
+        step.trial()
+
+
+def test_capture_warms_up_once(monkeypatch):
+    step, warmed = toy.captured(toy.shared()[1], CpuGraphs()), []
+    problems = CapturedPieces.problems
+    monkeypatch.setattr(CapturedPieces, "problems", lambda self, args: warmed.append(1) or problems(self, args))
+    step.warm_up(no_prewarm)
+    step.trial()
+    step.capture(no_prewarm)
+    assert len(warmed) == len(LADDER.buckets) and step.report.warm_up_seconds > 0

@@ -11,6 +11,7 @@ from dsv4.graphs.device_graphs import CudaGraphs
 from dsv4.graphs.pieces import (
     CapturedPieces,
     CaptureError,
+    CaptureMemoryError,
     StaleAddressError,
     capture_problem,
 )
@@ -150,6 +151,22 @@ def test_out_of_memory_leaves_the_model_usable(mode):
     small = toy.captured(step.model, graphs, Ladder(LADDER.buckets[:2]), mode=mode)
     small.capture(no_prewarm)
     compare(small, model, other, steps=[(1, 1, 1), (3, 2, 2)])
+
+
+def test_running_out_of_memory_has_an_error_of_its_own():
+    """The allocator's error by its type, the driver's by its text; every other failure is another error."""
+    for error, expected in (
+        (torch.OutOfMemoryError("no room"), CaptureMemoryError),
+        (RuntimeError("CUDA error: out of memory"), CaptureMemoryError),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), CaptureError),
+    ):
+        step, _ = fragile_step(CpuGraphs(), "full")
+        toy.trouble.clear()
+        step.warm_up(no_prewarm)
+        toy.trouble[:] = [lambda error=error: raising(error)]
+        with pytest.raises(CaptureError, match="were freed, and steps can still run eagerly") as raised:
+            step.trial()
+        assert type(raised.value) is expected
 
 
 def test_an_op_that_is_not_capturable():
