@@ -17,7 +17,7 @@ def _engine(config: ModelConfig, place: Place) -> Engine:
     budget = 256 if place.dry else 8192
     settings = settings_of(
         place, "full", numerics="official", max_seq_len=budget + 256, max_requests=budget // 32, num_blocks=600,
-        token_budget=budget, chunk_tokens=budget, cache_storage="fp8", prefix_reuse=False,
+        token_budget=budget, cache_storage="fp8", prefix_reuse=False,
     )  # fmt: skip
     return random_engine(config, settings, "full")
 
