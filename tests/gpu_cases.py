@@ -5,7 +5,7 @@ went wrong and must be zero (``bar``), except that C11 holds messages. ``detail`
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 from .graphs.rank_programs import run_ranks
 
+NANO = Path(__file__).resolve().parent.parent / "assets" / "nano"
 C3_TOKENS = (1, 17, 4096)
 C5_ROWS = (32, 33, 64, 128, 250, 256)
 C6_LENGTHS = (5, 0, -1, -4)
@@ -46,8 +47,6 @@ def _c3_process(rank: int, size: int, directory: Path, device: str) -> dict[str,
     from dsv4.graphs.jit_monitor import JitMonitor
     from dsv4.ops._jit_libraries import jit_libraries
     from dsv4.ops.shapes import nano
-
-    from .conftest import NANO
 
     on_cpu = device == "cpu"
     config = ModelConfig.from_json(NANO) if on_cpu else flash_config()
@@ -229,11 +228,62 @@ def _nano(device: str) -> Any:
     from dsv4.model import DeepseekV4
     from dsv4.weights import load_weights
 
-    from .conftest import NANO
-
     config, execution = ModelConfig.from_json(NANO), Execution.of("official")
     weights = load_weights(Checkpoint.open(NANO), config, "official", torch.bfloat16, device, progress=False)
     return DeepseekV4(config, execution, weights, max_positions=512)
+
+
+# ---- the second trigger ----------------------------------------------------------------------------------------------
+
+
+def first_use() -> dict[str, Any]:
+    """In a fresh process: a model built by hand warms itself at its first op, once, and never while it is captured."""
+    with tempfile.TemporaryDirectory(prefix="dsv4-first-use-") as directory:
+        (found,) = run_ranks(_first_use_process, 1, Path(directory))
+    return {"samples": {name: found[name] for name in _FIRST_USE}, "bar": 0, "detail": found}
+
+
+_FIRST_USE = ("not_armed", "warm_before", "cold_after_first_op", "warmed_again", "compilations_later",
+              "not_refused_in_capture", "cold_op_captured")  # fmt: skip
+
+
+def _first_use_process(rank: int, size: int, directory: Path) -> dict[str, Any]:
+    import dsv4
+    from dsv4 import ops, prewarming
+    from dsv4.graphs.jit_monitor import JitMonitor
+    from dsv4.ops import _runtime
+    from dsv4.ops._jit_libraries import jit_libraries
+
+    model = _nano("cuda")
+    x, weight = torch.randn(3, 256, device="cuda").bfloat16(), torch.randn(256, device="cuda")
+    message, cold = _in_capture(lambda: dsv4.prewarm(model)), _in_capture(lambda: ops.rms_norm(x, weight, eps=1e-6))
+    armed, before = len(_runtime.first_uses), len(_runtime.warm_keys())
+    ops.rms_norm(x, weight, eps=1e-6)
+    after, armed_after = _runtime.warm_keys(), len(_runtime.first_uses)
+    shape, device = model.config.shape(), torch.device("cuda")
+    needed = {case.key for case in prewarming.prewarm_cases(model.config, device, prewarming.PREWARM_TOKENS)}
+    with JitMonitor(libraries=jit_libraries()) as monitor:
+        for spec in (ops.spec("mhc_pre"), ops.spec("mhc_post"), ops.spec("route_topk")):
+            args, kwargs = spec.example(shape, num_tokens=9, device=device, dtype=torch.bfloat16, seed=1)
+            spec.overload(*args, **kwargs)
+    return {
+        "not_armed": int(armed != 1), "warm_before": before, "cold_after_first_op": len(needed - after),
+        "warmed_again": armed_after, "compilations_later": monitor.report().compilations + monitor.report().loads,
+        "not_refused_in_capture": int("outside stream capture" not in message),
+        "cold_op_captured": int("must be warm before stream capture" not in cold), "keys": len(after),
+        "message": message, "cold": cold,
+    }  # fmt: skip
+
+
+def _in_capture(call: Callable[[], object]) -> str:
+    """What ``call`` raises while a stream is being captured."""
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            call()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------

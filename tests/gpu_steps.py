@@ -5,6 +5,7 @@ The functions return raw samples: every number in ``samples`` counts what went w
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from dsv4.sampling import SamplingParams, sample
 from dsv4.step_plan import Request
 from dsv4.transfer import Download
 
-from .conftest import NANO
-
+NANO = Path(__file__).resolve().parent.parent / "assets" / "nano"
 PROMPTS = ([5, 9, 11, 17], list(range(20, 320)), [7] * 3, list(range(40, 90)))
 PARAMS = (
     SamplingParams(max_new_tokens=24),

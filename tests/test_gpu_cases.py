@@ -1,4 +1,4 @@
-"""Cases C1, C3, C5, C6, C8, C11 and C12 on a GPU; what they do is in ``gpu_cases`` and ``graphs/gpu_processes``."""
+"""Cases of other implementations, and the second trigger, on a GPU: see ``gpu_cases`` and ``graphs/gpu_processes``."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def numbers(samples: Any) -> list[float]:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("case", [gpu_processes.c1, gpu_cases.c3, gpu_cases.c5, gpu_cases.c6, gpu_cases.c8,
-                                  gpu_processes.c12], ids=lambda case: case.__name__)  # fmt: skip
+                                  gpu_processes.c12, gpu_cases.first_use], ids=lambda case: case.__name__)  # fmt: skip
 def test_case(case):
     found = case()
     assert numbers(found["samples"]) and not any(numbers(found["samples"])), found
