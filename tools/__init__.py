@@ -1,0 +1,1 @@
+"""Developers' scripts; nothing imports them, except tests."""
