@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from . import ops
-from .compile import jit_events
 from .config import ModelConfig, deep_gemm_cache, default_compile_cache, prewarm_enabled
 from .engine_config import EngineConfig
 from .execution import ExpertWeights
 from .graphs.deep_gemm_cache import compile_ahead, counter as deep_gemm_counter
-from .graphs.jit_monitor import Counter, JitMonitor, KeyCounts
+from .graphs.jit_monitor import Counter, JitMonitor
 from .graphs.prewarm import PrewarmReport, prewarm
 from .model import DeepseekV4
 from .ops import PrewarmCase, _backends, _runtime
@@ -38,6 +37,7 @@ LAYER_MODULES = frozenset(f"{__package__}.{name}" for name in ("model", "attenti
 LIBRARIES = ("triton", "tilelang", "deep_gemm", "inductor")
 """Everything that compiles kernels at run time."""
 _NOT_IMPORTED = "not imported in this process"
+_ABSENT = {"deep_gemm": _NOT_IMPORTED, "inductor": "compiles pieces of the model, in a later stage"}
 PREWARM_TOKENS = 8192
 """Rows of a step for which a model is warmed that no engine serves."""
 
@@ -157,8 +157,6 @@ def _monitor() -> JitMonitor:
     counters: dict[str, Counter] = {}
     if "deep_gemm" in sys.modules:
         counters["deep_gemm"] = deep_gemm_counter(deep_gemm_cache())
-    if "torch._inductor.graph" in sys.modules:
-        counters["inductor"] = lambda: {key: KeyCounts(*counts) for key, counts in jit_events().items()}
     return JitMonitor(libraries=libraries, counters=counters)
 
 
@@ -172,7 +170,7 @@ def library_counts(report: PrewarmReport) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name in LIBRARIES:
         if name not in report.jit.libraries:
-            reason = report.jit.absent.get(name) or report.jit.unwatched.get(name) or _NOT_IMPORTED
+            reason = report.jit.absent.get(name) or report.jit.unwatched.get(name) or _ABSENT[name]
             found[name] = {"keys": 0, "misses": 0, "hits": 0, "seconds": 0.0, "absent": reason}
             continue
         keys, total = report.jit.libraries[name], report.jit.total(name)
