@@ -63,7 +63,7 @@ def qkv_rope_cache(shape: Shape, rows: int, device: torch.device) -> Call:
     slots = windows[0, positions // WINDOW_PAGE_TOKENS].long() * WINDOW_PAGE_TOKENS + positions % WINDOW_PAGE_TOKENS
     cache = r.act(windows.shape[1], WINDOW_PAGE_TOKENS, shape.head_dim)
     q, kv = r.act(rows, shape.num_heads, shape.head_dim), r.act(rows, shape.head_dim)
-    weight, table = r.normal(shape.head_dim), _table(r, rows, shape.rope_dim)
+    weight, table = r.normal(shape.head_dim), _table(r, rows + 1, shape.rope_dim)
     return (q, kv, weight, table, positions, slots, cache), {"eps": 1e-6, "quantize": True}
 
 
@@ -71,7 +71,7 @@ def grouped_o_proj(shape: Shape, rows: int, device: torch.device) -> Call:
     r = _Random(device)
     inner = shape.num_heads // shape.o_groups * shape.head_dim
     weight = (r.normal(shape.o_groups, shape.o_lora_rank, inner) * inner**-0.5).to(torch.bfloat16)
-    o, table = r.act(rows, shape.num_heads, shape.head_dim), _table(r, rows, shape.rope_dim)
+    o, table = r.act(rows, shape.num_heads, shape.head_dim), _table(r, rows + 1, shape.rope_dim)
     return (o, table, torch.arange(rows, device=device), weight), {"deterministic": False}
 
 
