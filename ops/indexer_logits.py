@@ -9,20 +9,19 @@ Numerics: ``float32``: fp32 throughout. ``bfloat16`` (the official code): the do
 product are each rounded to bf16; the sum over heads is fp32 and rounds once.
 ``deterministic``: every row is scored alone, by products of one fixed shape.
 Memory: temporaries stay under ``TEMPORARY_BYTES`` (beyond one row times ``ENTRY_TILE`` entries, which must fit).
-Kernels: with the ``gemm`` backend ``deep_gemm``, DeepGEMM serves e4m3 queries on an FP8 cache with fp32 scores
-(``_indexer_deep_gemm``). It cannot serve what the two numerics modes of the model pass: ``official`` needs the dot
-product, the weighted value and the sum rounded to bf16 one by one, which its kernel does not do, and queries that hold
-four scales each; ``exact`` has queries that are not quantised.
+Kernels: with the ``gemm`` backend ``deep_gemm``, DeepGEMM serves e4m3 queries on an FP8 cache with fp32 scores where
+many rows share a request (``_indexer_deep_gemm.serves``). It cannot serve what the two numerics modes of the model
+pass: ``official`` needs the dot product, the weighted value and the sum rounded to bf16 one by one, which its kernel
+does not do, and queries that hold four scales each; ``exact`` has queries that are not quantised.
 Errors: ``ValueError`` for other dtypes or shapes.
 Source: indexer of the official inference code.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from . import _indexer_deep_gemm, _paged
-from ._cases import empty_cache
 from ._example_rows import example_rows
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import BLOCK_TOKENS, Shape
@@ -145,8 +144,9 @@ def cuda(
     """Every row is a product of its own, whoever shares its keys: ``deterministic`` changes nothing."""
     scores = _alloc(q, weights, cache, block_tables, ratio, dtype)
     rows = positions, row_requests, block_tables
-    if _indexer_deep_gemm.serves(q, cache, dtype):
-        _indexer_deep_gemm.run(q, weights, cache, *rows, scores, ratio=ratio, max_bytes=TEMPORARY_BYTES)
+    bound = {"max_bytes": TEMPORARY_BYTES}
+    if _indexer_deep_gemm.serves(q, cache, block_tables, dtype, deterministic=deterministic, **bound):
+        _indexer_deep_gemm.run(q, weights, cache, *rows, scores, ratio=ratio, **bound)
         return scores
     from . import indexer_logits_kernel
 
@@ -161,37 +161,24 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
     """
     from . import indexer_logits_kernel
 
-    fp8, bf16, e4m3 = torch.uint8, torch.bfloat16, torch.float8_e4m3fn
-    variants = [(bf16, bf16, dtype) for dtype in _DTYPES]
-    if shape.index_dim == _paged.INDEX_DIM:
-        variants += [*((bf16, fp8, dtype) for dtype in _DTYPES), (e4m3, fp8, torch.float32)]
     cases = []
-    for queries, storage, dtype in variants:
-        q = torch.empty(1, shape.index_heads, shape.index_dim, dtype=queries, device="meta")
-        cache = _empty_cache(shape, 1, storage, torch.device("meta"))
-        if _indexer_deep_gemm.serves(q, cache, dtype):
-            key = _indexer_deep_gemm.key(q)
-        elif queries == e4m3:
-            continue
-        else:
+    page_rows = BLOCK_TOKENS // _RATIO
+    for storage in (torch.bfloat16, torch.uint8) if shape.index_dim == _paged.INDEX_DIM else (torch.bfloat16,):
+        for dtype in _DTYPES:
+
+            def arguments(storage: torch.dtype = storage, dtype: torch.dtype = dtype) -> Arguments:
+                args, options = example(shape, num_tokens=2, device=device, dtype=torch.bfloat16, seed=0)
+                if storage == torch.uint8:
+                    size = (args[2].shape[0], _paged.fp8_page_bytes(page_rows, shape.index_dim))
+                    args = (*args[:2], torch.zeros(size, dtype=storage, device=device), *args[3:])
+                return args, {**options, "dtype": dtype}
+
+            q = torch.empty(1, shape.index_heads, shape.index_dim, dtype=torch.bfloat16, device="meta")
+            row = (page_rows, shape.index_dim) if storage != torch.uint8 else (page_rows * _paged.INDEX_ROW_BYTES,)
+            cache = torch.empty(1, *row, dtype=storage, device="meta")
             key = indexer_logits_kernel.key(q, cache, dtype)
-        cases.append(PrewarmCase("indexer_logits", key, _case_arguments(shape, device, queries, storage, dtype)))
-    return tuple(cases)
-
-
-def _case_arguments(
-    shape: Shape, device: torch.device, queries: torch.dtype, storage: torch.dtype, dtype: torch.dtype
-) -> Callable[[], Arguments]:
-    def arguments() -> Arguments:
-        (q, weights, cache, *rows), options = example(shape, num_tokens=2, device=device, dtype=torch.bfloat16, seed=0)
-        cache = _empty_cache(shape, cache.shape[0], storage, device)
-        return (q.to(queries), weights, cache, *rows), {**options, "dtype": dtype}
-
-    return arguments
-
-
-def _empty_cache(shape: Shape, num_pages: int, storage: torch.dtype, device: torch.device) -> torch.Tensor:
-    return empty_cache(num_pages, BLOCK_TOKENS // _RATIO, shape.index_dim, dtype=storage, device=device)
+            cases.append(PrewarmCase(op="indexer_logits", key=key, arguments=arguments))
+    return (*cases, *_indexer_deep_gemm.cases(shape, device, page_rows, _RATIO))
 
 
 indexer_logits = register(

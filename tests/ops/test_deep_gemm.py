@@ -231,29 +231,63 @@ def index_case(seed=0, heads=32):
     return q, torch.rand(10, heads, generator=g), cache, positions, requests, tables
 
 
-@pytest.mark.parametrize("max_bytes", [64 << 20, 30_000, 1], ids=["one pass", "some rows", "one row of one request"])
-def test_index_scores(library, monkeypatch, max_bytes):
+INDEX_OPTIONS = {"ratio": 4, "dtype": torch.float32, "deterministic": False}
+
+
+@pytest.fixture
+def few_rows_are_enough(monkeypatch):
+    monkeypatch.setattr(_indexer_deep_gemm, "ROWS_PER_REQUEST", 2)
+
+
+@pytest.mark.parametrize("max_bytes, calls", [(64 << 20, 1), (102_000, 1), (101_376, 1)])
+def test_index_scores(library, monkeypatch, few_rows_are_enough, max_bytes, calls):
+    """101,376 bytes are exactly the pages of four requests of three pages."""
     monkeypatch.setattr(sys.modules["dsv4.ops.indexer_logits"], "TEMPORARY_BYTES", max_bytes)
-    options = {"ratio": 4, "dtype": torch.float32, "deterministic": False}
     args = index_case()
     with _backends.using("gemm", "deep_gemm"):
-        got = ops.spec("indexer_logits").cuda(*args, **options)
-    want = ops.indexer_logits(*args, **options)
+        got = ops.spec("indexer_logits").cuda(*args, **INDEX_OPTIONS)
+    want = ops.indexer_logits(*args, **INDEX_OPTIONS)
     assert torch.equal(got.isinf(), want.isinf()) and want.isfinite().any(1).tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 0, 0]
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)  # fp32 sums of 32 heads in another order
-    assert len(library.calls) == {64 << 20: 1, 30_000: 8, 1: 40}[max_bytes]
+    assert library.calls == ["logits"] * calls
     assert _runtime.warm_keys() == {keys.mqa_logits(32, 128, 132)}
+
+
+def test_index_scores_in_passes(library):
+    args = index_case()
+    whole, parts = torch.full((2, 10, 192), float("nan"))
+    _indexer_deep_gemm.run(*args, whole, ratio=4, max_bytes=1 << 20)
+    _indexer_deep_gemm.run(*args, parts, ratio=4, max_bytes=3 * 12 * 256)  # three rows a pass
+    assert torch.equal(whole, parts) and library.calls == ["logits"] * 5
 
 
 def test_index_scores_without_rows_requests_or_pages(library):
     q, weights, cache, positions, requests, tables = index_case()
-    options = {"ratio": 4, "dtype": torch.float32, "deterministic": False}
-    cuda = ops.spec("indexer_logits").cuda
+    nothing = torch.full((10, 192), float("nan"))
+    _indexer_deep_gemm.run(
+        q[:0], weights[:0], cache, positions[:0], requests[:0], tables, nothing[:0], ratio=4, max_bytes=1
+    )
+    _indexer_deep_gemm.run(q, weights, cache, positions, requests, tables[:, :0], nothing[:, :0], ratio=4, max_bytes=1)
+    assert nothing.isnan().all()
+    _indexer_deep_gemm.run(q, weights, cache, positions, requests.fill_(-1), tables[:0], nothing, ratio=4, max_bytes=1)
+    assert nothing.isneginf().all() and library.calls == []
+
+
+def test_which_index_scores_are_sent_there(library, monkeypatch, few_rows_are_enough):
+    q, weights, cache, positions, requests, tables = index_case()
+    usual = {"deterministic": False, "max_bytes": 64 << 20}
+
+    def serves(q=q, cache=cache, tables=tables, dtype=torch.float32, **rest):
+        return _indexer_deep_gemm.serves(q, cache, tables, dtype, **usual | rest)
+
+    assert not serves()
     with _backends.using("gemm", "deep_gemm"):
-        assert cuda(q[:0], weights[:0], cache, positions[:0], requests[:0], tables, **options).shape == (0, 192)
-        assert cuda(q, weights, cache, positions, requests, tables[:, :0], **options).shape == (10, 0)
-        alone = cuda(q, weights, cache, positions, requests.fill_(-1), tables[:0], **options)
-    assert alone.isneginf().all() and library.calls == []
+        assert serves()
+        assert not serves(dtype=BF16) and not serves(q=q.to(BF16))  # what the model passes
+        assert not serves(deterministic=True)
+        assert not serves(max_bytes=101_375)
+        assert not serves(q=q[:, :8]) and not serves(cache=cache[:, : 3 * 132])
+        assert not serves(q=q[:7]) and serves(q=q[:8])  # rows a request
 
 
 def test_index_cases(library):
@@ -269,9 +303,6 @@ def test_index_cases(library):
         ops.spec("indexer_logits").cuda(*args, **kwargs)
         assert _runtime.warm_keys() == {case.key}
         assert found(nano) == found(tiny) == []  # 8 heads of 128 and 4 of 64
-        for wrong in ({"dtype": BF16}, {"q": BF16}):  # what the model passes stays with our kernel
-            q = args[0].to(wrong.get("q", FP8))
-            assert not _indexer_deep_gemm.serves(q, args[2], wrong.get("dtype", torch.float32))
 
 
 @pytest.mark.parametrize("outs, width, dtype", [(256, 200, BF16), (9, 384, BF16), (256, 384, torch.float32)])
