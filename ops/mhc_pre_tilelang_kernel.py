@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import _mhc, _mhc_finish_tilelang, _mhc_products_tilelang, mhc_post_tilelang_kernel
+from . import _mhc, _mhc_finish_tilelang_kernel, _mhc_products_tilelang_kernel, mhc_post_tilelang_kernel
 from ._registry import Arguments, PrewarmCase
 from ._runtime import Key
 from ._tilelang import aligned, launch
@@ -74,7 +74,7 @@ def run(
     _check_workspace(streams, fn, partials)
     streams, hidden, outputs, (dtype,) = aligned(streams), streams.shape[2], fn.shape[0], dtype_key(streams)
     launch(
-        _key("mhc_products", streams, fn), lambda: _mhc_products_tilelang.products(hidden, outputs, dtype),
+        _key("mhc_products", streams, fn), lambda: _mhc_products_tilelang_kernel.products(hidden, outputs, dtype),
         partials.shape[:2], streams, _by_stream(fn, streams), partials,
     )  # fmt: skip
     _finish(streams, fn, scale, base, norm_weight, partials, x, weights, eps, hc_eps, sinkhorn_iters)
@@ -110,7 +110,7 @@ def run_after_post(
     _check_workspace(streams, fn, partials)
     inputs, hidden, outputs = (aligned(t) for t in (y, streams, post, comb)), streams.shape[2], fn.shape[0]
     launch(
-        _key("mhc_post_products", streams, fn), lambda: _mhc_products_tilelang.post_products(hidden, outputs),
+        _key("mhc_post_products", streams, fn), lambda: _mhc_products_tilelang_kernel.post_products(hidden, outputs),
         partials.shape[:2], *inputs, _by_stream(fn, streams), new_streams, partials,
     )  # fmt: skip
     _finish(new_streams, fn, scale, base, norm_weight, partials, x, weights, eps, hc_eps, sinkhorn_iters)
@@ -143,10 +143,10 @@ def _finish(
     inputs = (partials, streams, *(aligned(t) for t in (scale, base, norm_weight)), x)
     if weights is None:
         launch(
-            key, lambda: _mhc_finish_tilelang.finish_head(hidden, dtype), (streams.shape[0],), *inputs, eps, hc_eps
+            key, lambda: _mhc_finish_tilelang_kernel.finish_head(hidden, dtype), (streams.shape[0],), *inputs, eps, hc_eps
         )  # fmt: skip
     else:
         launch(
-            key, lambda: _mhc_finish_tilelang.finish(hidden, outputs, dtype), (streams.shape[0],),
+            key, lambda: _mhc_finish_tilelang_kernel.finish(hidden, outputs, dtype), (streams.shape[0],),
             *inputs, *weights, eps, hc_eps, sinkhorn_iters,
         )  # fmt: skip
