@@ -141,12 +141,11 @@ def _finish(
     key = _key("mhc_finish", streams, fn)
     norm_weight = norm_weight.float()  # a copy only in tests
     inputs = (partials, streams, *(aligned(t) for t in (scale, base, norm_weight)), x)
+    rows = (streams.shape[0],)
     if weights is None:
-        launch(
-            key, lambda: _mhc_finish_tilelang_kernel.finish_head(hidden, dtype), (streams.shape[0],), *inputs, eps, hc_eps
-        )  # fmt: skip
+        launch(key, lambda: _mhc_finish_tilelang_kernel.finish_head(hidden, dtype), rows, *inputs, eps, hc_eps)
     else:
         launch(
-            key, lambda: _mhc_finish_tilelang_kernel.finish(hidden, outputs, dtype), (streams.shape[0],),
+            key, lambda: _mhc_finish_tilelang_kernel.finish(hidden, outputs, dtype), rows,
             *inputs, *weights, eps, hc_eps, sinkhorn_iters,
         )  # fmt: skip
