@@ -10,16 +10,17 @@ import sys
 import torch
 
 from . import _deep_gemm
-from .fp8_linear import matrices
+from .fp8_linear import matrices, most_rows
 from .shapes import Shape
 
 
-def calls_for(shape: Shape, max_rows: int) -> dict[_deep_gemm.keys.Key, tuple[int, int, int]]:
-    """By key, rows and sizes of an ``fp8_linear`` that needs the kernel; for steps of up to ``max_rows`` rows."""
+def calls_for(shape: Shape, max_tokens: int) -> dict[_deep_gemm.keys.Key, tuple[int, int, int]]:
+    """By key, rows and sizes of an ``fp8_linear`` that needs the kernel; for steps of up to ``max_tokens`` tokens."""
     found: dict[_deep_gemm.keys.Key, tuple[int, int, int]] = {}
     for size in matrices(shape):
         if _deep_gemm.fits(*size):
-            for key, rows in _deep_gemm.keys.keys_for(*size, max_rows, _deep_gemm.num_sms()).items():
+            most = most_rows(shape, size, max_tokens)
+            for key, rows in _deep_gemm.keys.keys_for(*size, most, _deep_gemm.num_sms()).items():
                 found.setdefault(key, (rows, *size))
     return found
 

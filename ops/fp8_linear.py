@@ -130,34 +130,38 @@ def matrices(shape: Shape) -> tuple[tuple[int, int], ...]:
         (shape.num_heads * shape.head_dim, latent),
         (shape.index_heads * shape.index_dim, latent),
         (hidden, shape.o_groups * shape.o_lora_rank),
-        (hidden, hidden),  # of the MTP block
+        (hidden, hidden),  # of the MTP block, one of which multiplies every stream
     )
+
+
+def most_rows(shape: Shape, size: tuple[int, int], max_tokens: int) -> int:
+    """Rows that a step of ``max_tokens`` multiplies with a matrix of ``size``."""
+    return max_tokens * (shape.num_streams if size == (shape.hidden, shape.hidden) else 1)
 
 
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
     """What bf16 results can need, of either library, for up to ``max_tokens`` rows."""
     cases: dict[Key, PrewarmCase] = {}
-    sizes = matrices(shape)
-    for size in (size for size in sizes if _by_deep_gemm(size, torch.bfloat16)):
-        for key, count in _deep_gemm.keys.keys_for(*size, max_tokens, _deep_gemm.num_sms()).items():
-            cases.setdefault(key, _case(key, count, *size, False, device))
-    ours = [size for size in sizes if not _by_deep_gemm(size, torch.bfloat16)]
-    for deterministic in (False, True):
-        for key, count, rows, width in _triton_keys(ours, deterministic, max_tokens):
-            cases.setdefault(key, _case(key, count, rows, width, deterministic, device))
+    for size in matrices(shape):
+        rows = most_rows(shape, size, max_tokens)
+        if _by_deep_gemm(size, torch.bfloat16):
+            for key, count in _deep_gemm.keys.keys_for(*size, rows, _deep_gemm.num_sms()).items():
+                cases.setdefault(key, _case(key, count, *size, False, device))
+            continue
+        for key, *call in _triton_keys(*size, rows):
+            cases.setdefault(key, _case(key, *call, device))
     return tuple(cases.values())
 
 
-def _triton_keys(
-    sizes: Sequence[tuple[int, int]], deterministic: bool, max_tokens: int
-) -> Iterator[tuple[Key, int, int, int]]:
-    """Key, tokens, weight rows and width per token tile; only what divides the sizes matters, so rows are few."""
+def _triton_keys(outs: int, width: int, max_rows: int) -> Iterator[tuple[Key, int, int, int, bool]]:
+    """Key, rows, weight rows, width and ``deterministic`` per tile; weights have as few rows as divide alike."""
     from . import _matmul_tiles, fp8_linear_kernel
 
-    units = {(_matmul_tiles.width_unit(rows, 16), width) for rows, width in sizes}
-    for count, (rows, width) in itertools.product(_matmul_tiles.sample_counts(max_tokens), sorted(units)):
-        x, weight = (torch.empty(n, width, dtype=torch.float8_e4m3fn, device="meta") for n in (count, rows))
-        yield fp8_linear_kernel.key(x, weight, torch.bfloat16, deterministic=deterministic), count, rows, width
+    outs = _matmul_tiles.width_unit(outs, 16)
+    for count, deterministic in itertools.product(_matmul_tiles.sample_counts(max_rows), (False, True)):
+        x, weight = (torch.empty(n, width, dtype=torch.float8_e4m3fn, device="meta") for n in (count, outs))
+        key = fp8_linear_kernel.key(x, weight, torch.bfloat16, deterministic=deterministic)
+        yield key, count, outs, width, deterministic
 
 
 def _case(key: Key, count: int, rows: int, width: int, deterministic: bool, device: torch.device) -> PrewarmCase:

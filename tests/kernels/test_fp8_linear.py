@@ -95,3 +95,10 @@ def test_prewarm_covers_every_step(shape):
                 keywords = {"dtype": BF16, "deterministic": deterministic}
                 assert prewarm.launched(SPEC, make(count, width, shape.hidden), keywords) <= keys
     assert prewarm.enumerated(SPEC, shape, 16) < keys
+
+
+def test_prewarm_covers_every_stream():
+    """A projection of the MTP block multiplies four rows a token: small steps reach the tiles of larger ones."""
+    keys = prewarm.enumerated(SPEC, nano, 100)
+    keywords = {"dtype": BF16, "deterministic": False}
+    assert prewarm.launched(SPEC, make(400, nano.hidden, nano.hidden), keywords) <= keys
