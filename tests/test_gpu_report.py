@@ -27,6 +27,10 @@ SHAPED: dict[str, Any] = {
     "best_copy_share": {"kernel_us": [1.0] * 30, "copy_us": [1.0] * 30, "kernel_bytes": 9, "copy_bytes": 10},
 }
 WHOLE: dict[str, Any] = {
+    "uncounted_kernels": {
+        "triton": {"gemm_keys": 30, "deep_gemm_keys": 0, "deep_gemm_kernels": 0},
+        "libraries": {"gemm_keys": 60, "deep_gemm_keys": 40, "deep_gemm_kernels": 40},
+    },
     "speed_up": {"ours": [1.0, 2.0, 3.0], "theirs": [50.0, 60.0, 70.0]},
     "not_passed": {"passed": 9, "failed": 0, "errors": 0, "skipped": 0, "names": []},
 }
@@ -92,7 +96,7 @@ def pass_what_fails(report):
 
 
 def move_a_bar(report):
-    report["points"]["official_attn_out"]["bar"] = 1.0
+    report["points"]["official_attn_out_triton"]["bar"] = 1.0
 
 
 def remove_a_point(report):
@@ -137,7 +141,7 @@ TAMPERINGS = {
     change_a_value: "decode_speed_up: value must be",
     flip_a_pass: "poison: pass must be True",
     pass_what_fails: "first_request: pass must be False",
-    move_a_bar: "official_attn_out: bar must be 0.01, got 1.0",
+    move_a_bar: "official_attn_out_triton: bar must be 0.01, got 1.0",
     remove_a_point: "mhc_compilations: the report lacks the point",
     add_a_point: "invented: not a known point",
     measure_less: "zero_loads: samples must hold pro.full.triton/unpadded/4224",

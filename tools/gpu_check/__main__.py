@@ -41,7 +41,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     described = arguments.described or _described()
     cache = arguments.out.resolve() / "caches"
-    report = run_all(Place(arguments.dry, cache), arguments.out.resolve(), described, arguments.only)
+    report = run_all(Place(arguments.dry, cache=cache), arguments.out.resolve(), described, arguments.only)
     return 0 if all(one["pass"] for one in report["points"].values()) else 1
 
 
@@ -55,7 +55,8 @@ def _section(arguments: argparse.Namespace) -> int:
 
     record = Record(arguments.out)
     try:
-        SECTIONS[arguments.name].run(Place(arguments.dry, arguments.cache), record)
+        section = SECTIONS[arguments.name]
+        section.run(Place(arguments.dry, section.stage == "together", arguments.cache), record)
     finally:
         record.write()
     return 0
@@ -71,7 +72,7 @@ def _child(arguments: argparse.Namespace) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     from .speed import serve
 
-    serve(Place(arguments.dry, arguments.cache), arguments.path)
+    serve(Place(arguments.dry, cache=arguments.cache), arguments.path)
     return 0
 
 

@@ -89,7 +89,7 @@ def suite(place: Place, record: Record) -> None:
     """``pytest -m gpu``; names of what did not pass go into the samples."""
     with record.block("gpu_tests") as (found,):
         marks = "gpu" if not place.dry else "not gpu and not slow"
-        where = ["tests"] if not place.dry else ["tests/ops/test_formats.py"]
+        where = ["tests", "--ignore=tests/kernels"] if not place.dry else ["tests/ops/test_formats.py"]  # interpreted
         options = ["-m", marks, "-q", "-rA", "--durations=0", "-p", "no:cacheprovider"]
         command = [sys.executable, "-m", "pytest", *options, *where]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

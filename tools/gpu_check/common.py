@@ -21,11 +21,13 @@ class Place:
     """Where a section runs.
 
     Attributes:
-        dry: small shapes on the CPU, through references and without graphs: shows that the code runs, nothing else.
+        dry: small shapes on the CPU, through references and graphs of calls: shows that the code runs, nothing else.
+        shared: other processes use the GPU meanwhile, so that its free memory says nothing about this one.
         cache: kernel caches that the sections of one run share.
     """
 
     dry: bool = False
+    shared: bool = False
     cache: Path = Path("/tmp/dsv4_gpu_check")
 
     @property

@@ -19,7 +19,7 @@ def _engine(config: ModelConfig, place: Place) -> Engine:
         place, "full", numerics="official", max_seq_len=budget + 256, max_requests=budget // 32, num_blocks=600,
         token_budget=budget, cache_storage="fp8", prefix_reuse=False,
     )  # fmt: skip
-    return random_engine(config, settings, "full")
+    return random_engine(place, config, settings, "full")
 
 
 def flash_width(place: Place, record: Record) -> None:

@@ -32,7 +32,7 @@ def sweep(place: Place, record: Record, run: str) -> None:
             num_blocks=300, token_budget=budget, cache_storage="fp8", prefix_reuse=False, draft_tokens=1,
             expert_weights="fp8" if run == "flash.full.libraries" else "fp4",  # DeepGEMM's grouped products too
         )  # fmt: skip
-        engine = random_engine(config, settings, mode)
+        engine = random_engine(place, config, settings, mode)
         with _monitor(backend, place) as monitor:
             counts = _Counts(monitor, compilations.setdefault(run, {}), loads.setdefault(run, {}))
             for rows in SWEEP_ROWS:

@@ -13,6 +13,8 @@ from dsv4.config import ModelConfig, flash_config, pro_config
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 from dsv4.execution import Execution
+from dsv4.graphs.device_graphs import CudaGraphs
+from dsv4.hardware import CudaHardware
 from dsv4.model import DeepseekV4
 from dsv4.ops import _backends
 from dsv4.ops._jit_libraries import jit_libraries
@@ -133,18 +135,44 @@ class DryHardware:
         return jit_libraries()
 
 
-def _start(model: DeepseekV4, settings: EngineConfig, mode: str, tokenizer: Tokenizer | None = None) -> Engine:
-    hardware = DryHardware() if settings.device == "cpu" and mode != "off" else None
+class _SharedGraphs(CudaGraphs):
+    def free_bytes(self) -> int:
+        return _own_free_bytes()[0]
+
+
+class SharedGpu(CudaHardware):
+    """A GPU that other processes use too: what they take and give back must not look like this one's graphs."""
+
+    def graphs(self) -> CudaGraphs:
+        return _SharedGraphs(self.device)
+
+    def free_and_total_bytes(self) -> tuple[int, int]:
+        return _own_free_bytes()
+
+
+def _own_free_bytes() -> tuple[int, int]:
+    total = torch.cuda.get_device_properties(0).total_memory
+    return total - torch.cuda.memory_reserved(), total
+
+
+def _start(
+    place: Place, model: DeepseekV4, settings: EngineConfig, mode: str, tokenizer: Tokenizer | None = None
+) -> Engine:
+    hardware = None
+    if place.dry:
+        hardware = DryHardware() if mode != "off" else None
+    elif place.shared:
+        hardware = SharedGpu(torch.device(settings.device), settings.graph_mode)
     return Engine.from_model(model, settings, tokenizer, progress=False, hardware=hardware)
 
 
-def random_engine(config: ModelConfig, settings: EngineConfig, mode: str) -> Engine:
+def random_engine(place: Place, config: ModelConfig, settings: EngineConfig, mode: str) -> Engine:
     """An engine over random weights."""
     weights = random_weights(
         config, torch.device(settings.device), numerics=settings.numerics, expert_weights=settings.expert_weights
     )
     model = DeepseekV4(config, settings.execution, weights, max_positions=settings.max_blocks * 256)
-    return _start(model, settings, mode)
+    return _start(place, model, settings, mode)
 
 
 def settings_of(place: Place, mode: str, backend: str = "triton", **more: Any) -> EngineConfig:
@@ -163,13 +191,13 @@ def settings_of(place: Place, mode: str, backend: str = "triton", **more: Any) -
 def nano_engine(place: Place, mode: str, backend: str = "triton", **more: Any) -> Engine:
     """An engine over the trained checkpoint."""
     settings = settings_of(place, mode, backend, **more)
-    if not place.dry:
+    if not place.dry and not place.shared:
         return Engine.from_checkpoint(NANO, settings, progress=False)
     runner = nano_runner(
         place, settings.numerics, dtype=settings.execution.dtype, deterministic=settings.deterministic,
         max_blocks=settings.max_blocks,
     )  # fmt: skip
-    return _start(runner.model, settings, mode, Tokenizer.from_dir(NANO))
+    return _start(place, runner.model, settings, mode, Tokenizer.from_dir(NANO))
 
 
 def sequences(count: int, blocks_each: int) -> list[Sequence]:

@@ -76,7 +76,7 @@ def _agreed(got: torch.Tensor, want: torch.Tensor) -> dict[str, int]:
 
 def official(place: Place, record: Record, backend: str) -> None:
     """Official mode, sublayers alone on recorded inputs, with both cache formats."""
-    kinds = {f"official_{kind}": kind for kind in evaluate.KINDS}
+    kinds = {f"official_{kind}_{backend}": kind for kind in evaluate.KINDS}
     recorded = load_file(GOLDEN / "layers_official.safetensors")
     if place.dry:
         recorded = {n: t for n, t in recorded.items() if n.startswith(("p300.", "p140.layer2.ffn", "p140.ids"))}
@@ -87,6 +87,6 @@ def official(place: Place, record: Record, backend: str) -> None:
             layers = evaluate.compare(runner, recorded).layers
             for samples, kind in zip(found, kinds.values(), strict=True):
                 own = {name: value for name, value in layers.items() if name.endswith(kind)}
-                samples.setdefault(backend, {})[name] = own
+                samples[name] = own
     with record.profiling(), using_backend(backend, place):
         runner.run([Sequence().segment(_prompts()[9], (0,))])

@@ -17,7 +17,6 @@ from .op_calls import CALLS
 from .op_errors import distance, errors_of, merge_worst, outputs, spread, to_device
 
 TOKEN_COUNTS = (0, 1, 7, 33, 129)
-DTYPES = (torch.bfloat16, torch.float32)
 LONG = ("qkv_rope_cache", "compressor_update", "indexer_query", "indexer_logits", "indexer_topk", "sparse_attention",
         "grouped_o_proj")  # fmt: skip
 
@@ -30,8 +29,11 @@ def few_experts(shape: Shape) -> Shape:
     return replace(shape, name=f"{shape.name}-16-experts", num_experts=16, vocab=2048)
 
 
-def _shapes(place: Place) -> tuple[Shape, ...]:
-    return (tiny,) if place.dry else (tiny, nano, few_experts(flash))
+def _shapes(place: Place, backend: str) -> tuple[tuple[Shape, torch.dtype], ...]:
+    """bf16 at every width; fp32, which only the references' users need, at one width and in Triton."""
+    shapes = (tiny,) if place.dry else (nano, few_experts(flash))
+    pairs = [(shape, torch.bfloat16) for shape in shapes]
+    return (*pairs, *([(shapes[0], torch.float32)] if backend == "triton" else []))
 
 
 def _specs(part: str) -> list[ops.OpSpec]:
@@ -50,32 +52,28 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def small(place: Place, record: Record, part: str, backend: str) -> None:
-    """0 to 129 rows, three widths, both activation dtypes; and what must not change a result."""
+    """0 to 129 rows of nano and Flash; and what must not change a result."""
     for spec in _specs(part):
         if backend == "libraries" and not spec.name.startswith(("mhc", *LIBRARY_GEMMS)):
             continue
         with record.block("ops", "case_C8") as (found, empty), using_backend(backend, place):
-            for shape in _shapes(place):
-                for dtype in DTYPES:
-                    case, worst = f"{backend}.{shape.name}.{name_of(dtype)}", {}
-                    for rows in TOKEN_COUNTS:
-                        args, kwargs = _example(spec, shape, rows, dtype, place)
-                        errors = errors_of(spec, args, kwargs)
-                        if rows == 0:
-                            wrong = int(any(n.endswith("mismatch") for n in errors))
-                            empty.setdefault(spec.name, {})[case] = wrong
-                        merge_worst(worst, errors)
-                    found.setdefault(spec.name, {})[case] = worst
+            for shape, dtype in _shapes(place, backend):
+                case, worst = f"{backend}.{shape.name}.{name_of(dtype)}", {}
+                for rows in TOKEN_COUNTS:
+                    args, kwargs = _example(spec, shape, rows, dtype, place)
+                    errors = errors_of(spec, args, kwargs)
+                    if rows == 0:
+                        empty.setdefault(spec.name, {})[case] = int(any(n.endswith("mismatch") for n in errors))
+                    merge_worst(worst, errors)
+                found.setdefault(spec.name, {})[case] = worst
         with record.block("ops_layouts", "ops_poisoned") as (layouts, poisoned), using_backend(backend, place):
-            for dtype in DTYPES:
-                case = f"{backend}.{name_of(dtype)}"
-                args, kwargs = _example(spec, tiny if place.dry else few_experts(flash), 33, dtype, place)
-                want = outputs(spec, args, kwargs)
-                with fresh_memory_poisoned():
-                    got = outputs(spec, args, kwargs)
-                poisoned.setdefault(spec.name, {})[case] = sum(map(differs, got, want))
-                got = outputs(spec, _apart(spec, args), kwargs)
-                layouts.setdefault(spec.name, {})[case] = sum(map(differs, got, want))
+            args, kwargs = _example(spec, tiny if place.dry else few_experts(flash), 33, torch.bfloat16, place)
+            want = outputs(spec, args, kwargs)
+            with fresh_memory_poisoned():
+                got = outputs(spec, args, kwargs)
+            poisoned.setdefault(spec.name, {})[backend] = sum(map(differs, got, want))
+            got = outputs(spec, _apart(spec, args), kwargs)
+            layouts.setdefault(spec.name, {})[backend] = sum(map(differs, got, want))
 
 
 def _apart(spec: ops.OpSpec, args: tuple) -> tuple:

@@ -17,7 +17,7 @@ from .points import POINTS, SampleError
 from .sections import SECTIONS, Section
 from .warm import cache_environment
 
-TOGETHER = 10  # processes at once: each has a CUDA context, and compiles now and then, on 16 cores
+TOGETHER = 12  # processes at once: each has a CUDA context, and compiles now and then, on 16 cores
 LIMIT_S = 470  # of the whole run: what has not begun by then is recorded as an error
 _TABLE_ROWS, _TABLE_CHARACTERS = 60, 6000
 

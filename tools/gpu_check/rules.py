@@ -126,6 +126,13 @@ def unnamed(samples: Any) -> float:
     return sum(any(text not in one["message"] for text in one["must_name"]) for one in samples.values())
 
 
+def uncounted_kernels(samples: Any) -> float:
+    """Per backend: kernels in DeepGEMM's cache against the keys that name them; the differences, added."""
+    if not all(one["gemm_keys"] for one in samples.values()):
+        raise SampleError("a backend must have GEMM keys, got none")
+    return sum(abs(one["deep_gemm_keys"] - one["deep_gemm_kernels"]) for one in samples.values())
+
+
 def captures_before_prewarm(samples: Any) -> float:
     """Of the recorded ``events``: captures that came before the first prewarm; without both events nothing is shown."""
     found = 0
@@ -148,6 +155,6 @@ RULES: dict[str, Callable[[Any], float]] = {
     rule.__name__: rule
     for rule in (
         largest, smallest, total, zeros, abs_mean, agreement, speed_up, best_copy_share, first_over_tenth, worst_memory,
-        worst_error, unnamed, captures_before_prewarm, not_passed,
+        worst_error, unnamed, uncounted_kernels, captures_before_prewarm, not_passed,
     )
 }  # fmt: skip

@@ -6,6 +6,8 @@ from functools import partial
 from itertools import product
 from typing import Literal
 
+from dsv4.evaluate import KINDS
+
 from . import cases, flash, jit, nano, op_checks, replay, speed, warm
 from .common import Place, Record
 from .points import BACKENDS, DETERMINISTIC_RUNS, GRAPH_MODES, REPLAY_RUNS, WIDTHS
@@ -21,7 +23,8 @@ class Section:
         run: measures and records.
         points: what it is about; they fail if the process does.
         stage: ``first`` sections run one after another on an idle machine and leave the kernel caches that the others
-            use; ``together`` ones run in parallel, because nothing in them is timed; ``alone`` ones are timings.
+            use; ``together`` ones run in parallel, because nothing in them is timed; ``alone`` ones are timings, and
+            tests that look at the memory of the whole device.
         timeout: seconds.
         caches: which of the kernel caches it uses.
     """
@@ -55,14 +58,13 @@ def _all() -> dict[str, Section]:
         "bad_lengths": Section(cases.bad_lengths, ("case_C5", "case_C6")),
         "public_cases": Section(cases.public_cases, ("case_C3", "case_C5", "case_C6", "case_C8", "case_C11")),
         "processes": Section(cases.processes, ("case_C1", "case_C12"), caches="libraries"),
-        "suite": Section(cases.suite, ("gpu_tests",), caches="libraries"),
         "long_positions": Section(op_checks.long_positions, ("ops_long_positions",)),
-        "first_request": Section(speed.first_request, ("first_request",), "alone", 120),
+        "suite": Section(cases.suite, ("gpu_tests",), "alone", 150, caches="libraries"),
         "decode": Section(speed.decode, ("decode_speed_up",), "alone", 100),
     }  # fmt: skip
     for backend in BACKENDS:
         kept = {"caches": backend}
-        official = ("official_attn_out", "official_ffn_out", "official_index_score", "official_picks_changed")
+        official = tuple(f"official_{kind}_{backend}" for kind in KINDS)
         made[f"official.{backend}"] = Section(partial(nano.official, backend=backend), official, **kept)
         made[f"batches.{backend}"] = Section(
             partial(replay.batch_independence, backend=backend), ("batch_independence",), **kept
@@ -99,6 +101,7 @@ def _all() -> dict[str, Section]:
     made["ops_large.flash.libraries"] = Section(
         partial(op_checks.large, width="flash", part="0/1", backend="libraries"), ("ops_large",), caches="libraries"
     )
+    made["first_request"] = Section(speed.first_request, ("first_request",), "alone", 120)
     return made
 
 
@@ -106,6 +109,6 @@ def _replay(run: str, points: tuple[str, ...]) -> Section:
     return Section(partial(replay.replay, run=run), points, caches="libraries" if "libraries" in run else "triton")
 
 
-_LONGEST = ("suite", "processes", "sweep", "mhc_compilations", "ops_large", "replay", "poison", "exact")
+_LONGEST = ("processes", "sweep", "ops", "official", "replay", "public_cases", "batches", "poison", "mhc_comp")
 SECTIONS: dict[str, Section] = dict(sorted(_all().items(), key=lambda item: not item[0].startswith(_LONGEST)))
 """Those that take longest come first, so that none of them is alone at the end."""

@@ -87,7 +87,7 @@ def _ours(config: Any, place: Place, steps: int, tokens: list[int]) -> list[floa
         num_blocks=2,
         cache_storage="fp8",
     )
-    engine = random_engine(config, settings, "full")
+    engine = random_engine(place, config, settings, "full")
     sequence = Sequence()
     logits, _ = engine.runner.run([sequence.segment(tokens, (len(tokens) - 1,))])
     token, times = logits.argmax(-1).item(), []
@@ -164,6 +164,7 @@ def first_request(place: Place, record: Record) -> None:
                 samples["first_s"].append(times[0])
                 samples["tenth_s"].append(times[9])
                 samples["all_s"].append(times)
+                record.write()
         finally:
             for _, process in started:
                 process.kill()

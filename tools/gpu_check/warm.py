@@ -1,11 +1,15 @@
 """The prewarm: its seconds and keys, cold and warm, in child processes; what it must refuse."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import torch
 
 from dsv4 import ops
 from dsv4.config import flash_config, pro_config
+from dsv4.graphs.deep_gemm_cache import snapshot
 from dsv4.graphs.jit_monitor import JitMonitor
 from dsv4.ops import _runtime
 from dsv4.ops._jit_libraries import jit_libraries
@@ -20,7 +25,8 @@ from dsv4.ops._jit_libraries import jit_libraries
 from .common import NANO, ROOT, Place, Record
 from .models import LIBRARIES, nano_engine, settings_of, using_backend
 
-GEMM_OPS = ("linear", "fp8_linear", "grouped_o_proj", "expert_ffn", "shared_expert", "indexer_logits")
+GEMM_OPS = ("linear", "few_rows", "few_rows_fp8", "fp8_linear", "grouped_o_proj", "expert_ffn", "indexer_logits",
+            "deep_gemm")  # fmt: skip
 MHC_OPS = ("mhc_pre", "mhc_post", "mhc_post_pre", "mhc_head")
 CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "DG_JIT_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
 
@@ -55,27 +61,40 @@ def cold_and_warm(place: Place, record: Record) -> None:
         with record.block("prewarm_cold_s", "prewarm_warm_s", "gemm_keys") as (cold, warm, gemm):
             first = child(place, "prewarm", backend, environment=cache_environment(folder), timeout=150)
             again = child(place, "prewarm", backend, environment=cache_environment(folder), timeout=60)
-            cold[backend], warm[backend] = ({"wall_s": r["wall_s"]} for r in (first, again))
-            gemm[backend] = len([key for key in first["keys"] if key[0] in GEMM_OPS or "gemm" in str(key[0])])
+            cold[backend], warm[backend] = ({"call_s": r["call_s"]} for r in (first, again))
+            gemm[backend] = first["gemm"]
             record.samples.setdefault("prewarm_details", {})[backend] = {"cold": first, "warm": again}
 
 
 def prewarm_child(place: Place, backend: str) -> dict[str, Any]:
     from dsv4.prewarming import warm_kernels
 
-    began = time.perf_counter()
     budget = 8 if place.dry else 8192
     settings = settings_of(
         place, "off", backend, numerics="official", token_budget=budget, max_requests=8, prewarm_workers=16
     )
     config = settings_of_width("flash", place)
+    for library in LIBRARIES[backend] if not place.dry else ():  # to import a library is not to warm it
+        importlib.import_module(library)
+    torch.zeros(1, device=place.device)
+    began = time.perf_counter()
     report = warm_kernels(config, settings, count=True)
+    call_s = time.perf_counter() - began
     jit = report.jit.to_dict() if report.jit else {"libraries": {}}
     return {
-        "wall_s": report.wall_seconds, "process_s": time.perf_counter() - began, "num_keys": len(report.keys),
-        "keys": [list(key) for key in report.keys],
+        "call_s": call_s, "wall_s": report.wall_seconds, "num_keys": len(report.keys), "gemm": _gemm_keys(report.keys),
         "jit": {n: {k: v for k, v in each.items() if k != "keys"} for n, each in jit["libraries"].items()},
         "slowest": sorted(((round(s, 2), str(k)) for k, s in report.seconds.items()), reverse=True)[:6],
+    }  # fmt: skip
+
+
+def _gemm_keys(keys: Iterable[tuple]) -> dict[str, Any]:
+    """GEMM keys by op, and DeepGEMM's next to the kernels in its cache directory."""
+    by_op = Counter(str(key[0]) for key in keys if key[0] in GEMM_OPS)
+    built = snapshot(Path(os.environ["DG_JIT_CACHE_DIR"]))
+    return {
+        "gemm_keys": sum(by_op.values()), "by_op": dict(by_op), "deep_gemm_keys": by_op["deep_gemm"],
+        "deep_gemm_kernels": len(built),
     }  # fmt: skip
 
 
@@ -87,11 +106,20 @@ def settings_of_width(width: str, place: Place) -> Any:
 
 def mhc_compilations(place: Place, record: Record) -> None:
     """Compilations of everything that mHC needs at one width, both activation sites, from an empty cache."""
-    for backend, name in (("triton", "triton"), ("libraries", "tilelang")):
-        for width in ("flash", "pro"):
-            with record.block("mhc_compilations") as (found,), tempfile.TemporaryDirectory() as folder:
-                result = child(place, "mhc", backend, width, environment=cache_environment(Path(folder)), timeout=120)
-                found.setdefault(name, {})[width] = result["compilations"]
+    with record.block("mhc_compilations") as (found,), ThreadPoolExecutor(4) as threads:
+        runs = {
+            (name, width): threads.submit(_mhc_compilations, place, backend, width)
+            for backend, name in (("triton", "triton"), ("libraries", "tilelang"))
+            for width in ("flash", "pro")
+        }
+        for (name, width), run in runs.items():
+            found.setdefault(name, {})[width] = run.result()
+
+
+def _mhc_compilations(place: Place, backend: str, width: str) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        environment = cache_environment(Path(folder))
+        return child(place, "mhc", backend, width, environment=environment, timeout=150)["compilations"]
 
 
 def mhc_child(place: Place, backend: str, width: str) -> dict[str, Any]:
