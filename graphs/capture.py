@@ -32,6 +32,9 @@ from .static_inputs import SIZES, SizeName, StaticInputs
 logger = logging.getLogger(__name__)
 
 MIB = 2**20
+MOST_DRIVER_BYTES = 256 * MIB
+"""Of one bucket's graphs. What is free belongs to all processes of the device: another one may allocate during a trial,
+and its memory must not be counted once for every bucket."""
 AskedMode = Mode | Literal["auto"]
 MODES = ("piecewise", "full", "auto")
 
@@ -185,7 +188,7 @@ class CapturedStep:
             bucket=self.ladder.largest,
             graphs=stats[0].graphs,
             pool_bytes=pool,
-            driver_bytes=max(0, taken - pool),
+            driver_bytes=min(max(0, taken - pool), MOST_DRIVER_BYTES),
             seconds=stats[0].seconds,
         )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4.graphs import capture as capture_module
-from dsv4.graphs.capture import StepPath, frozen_gc
+from dsv4.graphs.capture import MOST_DRIVER_BYTES, StepPath, frozen_gc
 from dsv4.graphs.pieces import (
     CapturedPieces,
     CaptureError,
@@ -252,6 +252,17 @@ def test_a_trial_leaves_nothing_and_is_what_the_largest_bucket_takes(mode):
     compare(step, model, toy.Model())
     with pytest.raises(RuntimeError, match="a step must be captured once, got 4 buckets"):
         step.trial()
+
+
+def test_memory_that_another_process_takes_meanwhile_is_not_the_drivers(monkeypatch):
+    graphs = CpuGraphs()
+    step = toy.captured(toy.shared()[1], graphs)
+    step.warm_up(no_prewarm)
+    free = iter((100 << 30, 20 << 30))
+    monkeypatch.setattr(graphs, "free_bytes", lambda: next(free))
+    trial = step.trial()
+    assert trial.driver_bytes == MOST_DRIVER_BYTES
+    assert trial.expected_bytes(20) == trial.pool_bytes + 20 * MOST_DRIVER_BYTES
 
 
 def test_capture_warms_up_once(monkeypatch):
