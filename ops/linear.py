@@ -57,7 +57,8 @@ def cuda(x: torch.Tensor, weight: torch.Tensor, *, dtype: torch.dtype, determini
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
     """Per token tile, bf16 weights: an fp32 result (router, compressor, head) or a bf16 one.
 
-    Sizes only matter by what divides them, so a case's weight has the fewest rows of its kind.
+    Sizes only matter by what divides them, so a case's weight has the fewest rows of its kind. A projection of the MTP
+    block multiplies every stream of a token.
     """
     from . import _matmul_tiles, linear_kernel
 
@@ -67,7 +68,8 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
         torch.bfloat16: ((shape.hidden, *latent), (shape.hidden, shape.index_heads, shape.q_lora_rank)),
     }
     cases = {}
-    for count, deterministic in itertools.product(_matmul_tiles.sample_counts(max_tokens), (False, True)):
+    counts = _matmul_tiles.sample_counts(max_tokens * shape.num_streams)
+    for count, deterministic in itertools.product(counts, (False, True)):
         for dtype, (widths, outs) in kinds.items():
             for width, rows in itertools.product(widths, [_matmul_tiles.width_unit(n, 16) for n in outs]):
                 keywords = {"dtype": dtype, "deterministic": deterministic}
