@@ -1,5 +1,7 @@
 """The mHC kernels of TileLang on a GPU: against the references, against each other, and inside a graph."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -15,9 +17,13 @@ SIZES = (0, 1, 7, 33, 129, 4225)
 CASES = [(nano, torch.bfloat16), (nano, torch.float32), (flash, torch.bfloat16), (pro, torch.bfloat16)]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _tilelang_kernels():
-    with _backends.using("mhc", "tilelang"):
+    """Each takes seconds to compile, so threads do it before the first test."""
+    with _backends.using("mhc", "tilelang"), ThreadPoolExecutor(8) as threads:
+        calls = [(n, *arguments(n, shape, 1, dtype)) for shape, dtype in reversed(CASES) for n in ROWS]
+        for call_done in [threads.submit(call, *each) for each in calls]:
+            call_done.result()
         yield
 
 
