@@ -35,6 +35,7 @@ class Group(Protocol):
 _lock = threading.Lock()
 _groups: dict[str, Group] = {}
 _warm: set[Key] = set()
+_launching: dict[Key, threading.Lock] = {}
 _references = False
 _first_use_lock = threading.RLock()
 _thread = threading.local()
@@ -94,8 +95,17 @@ def mark_warm(key: Key) -> None:
 
 def is_warm(key: Key) -> bool:
     """Whether :func:`mark_warm` was called with ``key``."""
+    return key in _warm  # membership of a set is atomic; the hot path takes no lock
+
+
+@contextmanager
+def first_launch(key: Key) -> Iterator[None]:
+    """Launch under a cold ``key``, one thread at a time, so that it is compiled once; then the key is warm."""
     with _lock:
-        return key in _warm
+        lock = _launching.setdefault(key, threading.Lock())
+    with lock:
+        yield
+        mark_warm(key)
 
 
 def warm_keys() -> frozenset[Key]:
@@ -106,7 +116,7 @@ def warm_keys() -> frozenset[Key]:
 
 def require_warm(key: Key) -> None:
     """Raise :class:`ColdKernelError` if ``key`` is cold while the current CUDA stream is being captured."""
-    if key in _warm:  # membership of a set is atomic; the hot path takes no lock
+    if is_warm(key):
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise ColdKernelError(

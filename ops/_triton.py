@@ -48,9 +48,11 @@ def launch(key: _runtime.Key, kernel: Any, grid: tuple[int, ...], *args: Any, **
     if 0 in grid:
         return
     _runtime.require_warm(key)
-    kernel[grid](*args, **meta)
-    if not _runtime.is_warm(key):
-        _runtime.mark_warm(key)
+    if _runtime.is_warm(key):
+        kernel[grid](*args, **meta)
+        return
+    with _runtime.first_launch(key):  # Triton would compile once in every thread that comes before the first is done
+        kernel[grid](*args, **meta)
 
 
 @contextmanager

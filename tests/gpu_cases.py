@@ -158,7 +158,7 @@ def c8(device: str = "cuda") -> dict[str, Any]:
     from dsv4 import ops
     from dsv4.ops.shapes import flash
 
-    shape = replace(flash, name="flash-8-experts", num_experts=8, vocab=1024)
+    shape = replace(flash, name="flash-8-experts", num_experts=8, expert_hidden=128, vocab=1024)
     samples, detail = {}, {}
     for name, spec in ops.specs().items():
         if spec.cuda is None:

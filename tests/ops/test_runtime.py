@@ -1,10 +1,11 @@
 import threading
+import time
 
 import pytest
 import torch
 
 from dsv4 import ops
-from dsv4.ops import _runtime
+from dsv4.ops import _runtime, _triton
 from dsv4.ops.shapes import tiny
 
 from . import contract
@@ -101,3 +102,48 @@ def test_warm_keys_from_threads():
         thread.join()
     assert not failures
     assert len([key for key in _runtime.warm_keys() if key[0] == "test_threads"]) == 1200
+
+
+def test_a_cold_key_is_launched_by_one_thread_at_a_time(monkeypatch):
+    """As Triton behaves: whoever launches before a kernel is compiled compiles it, too."""
+    monkeypatch.setattr(_runtime, "_warm", set())
+    compiled, ready = [], set()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def run(name: str) -> None:
+                if name not in ready:
+                    time.sleep(0.05)
+                    compiled.append(name)
+                    ready.add(name)
+
+            return run
+
+    def launch(name: str) -> None:
+        _triton.launch((name,), Kernel(), (1,), name)
+
+    threads = [threading.Thread(target=launch, args=(name,)) for name in "abab" * 3]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(compiled) == ["a", "b"] and _runtime.warm_keys() == {("a",), ("b",)}
+
+
+def test_a_failed_launch_leaves_the_key_cold(monkeypatch):
+    monkeypatch.setattr(_runtime, "_warm", set())
+    outcomes = iter([ZeroDivisionError, None])
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def run() -> None:
+                if (error := next(outcomes)) is not None:
+                    raise error
+
+            return run
+
+    with pytest.raises(ZeroDivisionError):
+        _triton.launch(("k",), Kernel(), (1,))
+    assert not _runtime.is_warm(("k",))
+    _triton.launch(("k",), Kernel(), (1,))
+    assert _runtime.is_warm(("k",))
