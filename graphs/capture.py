@@ -170,6 +170,9 @@ class CapturedStep:
     def trial(self) -> TrialReport:
         """Capture the largest bucket alone, measure what that takes of the device, and free it again.
 
+        What counts is taken by the capture *and* given back afterwards: other processes use the device too, and the
+        driver's first capture makes it keep memory that later ones share.
+
         Raises:
             CaptureError, RuntimeError: as :meth:`capture`; also before :meth:`warm_up`.
         """
@@ -182,13 +185,14 @@ class CapturedStep:
         with self._all_or_nothing(stats), frozen_gc():
             self._capture(self.ladder.largest, self._warm.problems, stats)
         self._graphs.settle()
-        pool, taken = self._graphs.pool_bytes(), free - self._graphs.free_bytes()
+        pool, left = self._graphs.pool_bytes(), self._graphs.free_bytes()
         self._free()
+        own = min(free - left, self._graphs.free_bytes() - left)
         return TrialReport(
             bucket=self.ladder.largest,
             graphs=stats[0].graphs,
             pool_bytes=pool,
-            driver_bytes=min(max(0, taken - pool), MOST_DRIVER_BYTES),
+            driver_bytes=min(max(0, own - pool), MOST_DRIVER_BYTES),
             seconds=stats[0].seconds,
         )
 

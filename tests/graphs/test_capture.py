@@ -258,11 +258,24 @@ def test_memory_that_another_process_takes_meanwhile_is_not_the_drivers(monkeypa
     graphs = CpuGraphs()
     step = toy.captured(toy.shared()[1], graphs)
     step.warm_up(no_prewarm)
-    free = iter((100 << 30, 20 << 30))
+    free = iter((100 << 30, 20 << 30, 100 << 30))  # and frees it before the trial is over
     monkeypatch.setattr(graphs, "free_bytes", lambda: next(free))
     trial = step.trial()
     assert trial.driver_bytes == MOST_DRIVER_BYTES
     assert trial.expected_bytes(20) == trial.pool_bytes + 20 * MOST_DRIVER_BYTES
+
+
+@pytest.mark.parametrize("others", [(5000, 0), (0, 5000), (5000, -5000), (-5000, 5000)])
+def test_other_users_of_the_device_do_not_enter_a_trial(monkeypatch, others):
+    """Another process takes, or gives back, memory while the trial is captured or while it is freed."""
+    graphs = CpuGraphs()
+    step, own = toy.captured(toy.shared()[1], graphs), graphs.free_bytes
+    step.warm_up(no_prewarm)
+    expected = step.trial()
+    taken = iter((0, others[0], others[0] - others[1]))
+    monkeypatch.setattr(graphs, "free_bytes", lambda: own() - next(taken))
+    trial = step.trial()
+    assert (trial.pool_bytes, trial.driver_bytes) == (expected.pool_bytes, 0)
 
 
 def test_capture_warms_up_once(monkeypatch):

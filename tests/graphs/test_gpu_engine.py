@@ -39,7 +39,7 @@ IDS = ["-".join(case[:3]) for case in CASES]
 def settings_of(numerics: str = "official", storage: str = "fp8", graphs: str = "full", compile: str = "off", **more):
     return EngineConfig(**{
         "numerics": numerics, "cache_storage": storage, "graphs": graphs, "compile": compile, "device": "cuda",
-        "max_seq_len": 768, "max_requests": 8, "token_budget": 256, "num_blocks": 24, "draft_tokens": 1,
+        "max_seq_len": 768, "max_requests": 4, "token_budget": 64, "num_blocks": 12, "draft_tokens": 1,
     } | more)  # fmt: skip
 
 
@@ -91,12 +91,10 @@ def test_device_start_up_in_numbers(engine):
     assert {kind for step in started.captured.values() for kind in step.path_counts} <= {"full", "piecewise", "eager"}
 
 
-@pytest.mark.parametrize("numerics, storage", [("official", "fp8"), ("exact", "bf16")])
-def test_device_rows_alone_and_among_others(numerics, storage):
+def test_device_rows_alone_and_among_others():
     """C10 through graphs: 64 rows alone and inside 65, 129 and 4,225 rows, bitwise."""
     with load(
-        numerics, storage, deterministic=True, token_budget=4352, max_requests=16, draft_tokens=4, max_seq_len=4608,
-        num_blocks=40,
+        deterministic=True, token_budget=4352, max_requests=16, draft_tokens=4, max_seq_len=4608, num_blocks=40
     ) as made:  # fmt: skip
         found = {total: gpu_measure.rows_alone_and_among(made, total) for total in (65, 129, 4225)}
     assert found == {65: 0, 129: 0, 4225: 0}
@@ -117,22 +115,33 @@ def test_device_tokens_are_those_of_an_eager_engine(draft_tokens):
         assert all(counts.keys() == {"full"} for counts in paths.values()), paths
 
 
-def test_device_close_gives_the_memory_back():
-    load().close()  # what a first engine leaves allocated belongs to kernels and libraries
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    made = load(num_blocks=None, gpu_memory_utilization=0.2)
-    assert torch.cuda.memory_reserved() > before
-    free, total = torch.cuda.mem_get_info()
-    plan = made.started.caches
-    assert plan.source == "measured" and made.runner.caches.bytes() == plan.cache_bytes
-    assert free >= 0.75 * total and total - free >= 0.1 * total  # 0.8 stay free, less what capture took beyond the plan
-    made.close()
-    del made
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before
+class Small(CudaHardware):
+    """A device of 4 GiB with 3 GiB free, whatever else runs on the real one."""
+
+    def free_and_total_bytes(self) -> tuple[int, int]:
+        free, total = super().free_and_total_bytes()
+        assert 0 < free <= total
+        return 3 << 30, 4 << 30
+
+
+def test_device_caches_take_what_is_left_and_close_gives_it_back(model):
+    """Sized without ``num_blocks``; a second engine of the same model leaves no more behind than the first."""
+    reserved = []
+    for _ in range(2):
+        settings = settings_of(num_blocks=None, draft_tokens=1)
+        made = Engine.from_model(model, settings, progress=False, hardware=Small(model.embed.device, "full"))
+        plan = made.started.caches
+        assert plan.source == "measured" and made.runner.caches.bytes() == plan.cache_bytes
+        room = plan.memory.free - plan.memory.graphs - plan.memory.transient - 0.1 * plan.memory.total
+        assert 0.75 * room < plan.cache_bytes <= room  # what is missing is the allocator's rounding of 50 tensors
+        assert torch.cuda.memory_reserved() >= plan.cache_bytes
+        made.close()
+        del made
+        gc.collect()
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+        assert plan.cache_bytes > 1 << 30
+    assert reserved[1] <= reserved[0]
 
 
 class Tight(CudaHardware):
@@ -163,12 +172,12 @@ def test_device_auto_out_of_memory_serves_eagerly_and_says_so(model, caplog):
     with made:
         assert isinstance(made.started.capture_error, CaptureMemoryError) and "run eagerly" in caplog.text
         assert made.generate([[5, 6, 7]], greedy(4))[0].error is None
-        assert made.started.captured["step"].last_path.reason.startswith("capture failed: bucket of 256 tokens")
+        assert made.started.captured["step"].last_path.reason.startswith("capture failed: bucket of 64 tokens")
 
 
 def test_device_full_out_of_memory_raises_and_leaves_the_model_usable(model):
     settings = settings_of(draft_tokens=0)
-    with pytest.raises(CaptureMemoryError, match="bucket of 256 tokens, .* must fit into device memory"):
+    with pytest.raises(CaptureMemoryError, match="bucket of 64 tokens, .* must fit into device memory"):
         Engine.from_model(model, settings, progress=False, hardware=Tight(model.embed.device, "full"))
     with Engine.from_model(model, settings, progress=False) as made:
         assert made.generate([[5, 6, 7]], greedy(4))[0].error is None
