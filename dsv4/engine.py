@@ -109,7 +109,7 @@ class Engine:
         def prewarm(_: object) -> None:
             nonlocal warmed
             began = time.perf_counter()
-            if warm_loaded(config, settings) is not None:
+            if warm_loaded(config, settings, progress=progress) is not None:
                 warmed = time.perf_counter() - began
 
         weights = load_weights(

@@ -26,7 +26,13 @@ class Hardware(Protocol):
     graph_mode: GraphMode
 
     def prewarm(
-        self, model: DeepseekV4, settings: EngineConfig, group: dist.ProcessGroup | None, store: dist.Store | None
+        self,
+        model: DeepseekV4,
+        settings: EngineConfig,
+        *,
+        group: dist.ProcessGroup | None,
+        store: dist.Store | None,
+        progress: bool,
     ) -> PrewarmReport | None:
         """Warm every kernel of ``model``; ``None`` if the settings switch that off."""
         ...
@@ -67,13 +73,19 @@ class CudaHardware:
         self.device, self.graph_mode = device, graph_mode
 
     def prewarm(
-        self, model: DeepseekV4, settings: EngineConfig, group: dist.ProcessGroup | None, store: dist.Store | None
+        self,
+        model: DeepseekV4,
+        settings: EngineConfig,
+        *,
+        group: dist.ProcessGroup | None,
+        store: dist.Store | None,
+        progress: bool,
     ) -> PrewarmReport | None:
         choose_backends(settings)
         if not settings.prewarm:
             disarm(model)
             return None
-        return warm_kernels(model.config, settings, group=group, store=store)
+        return warm_kernels(model.config, settings, group=group, store=store, progress=progress)
 
     def graphs(self) -> DeviceGraphs:
         return CudaGraphs(self.device)

@@ -38,7 +38,10 @@ Show = Callable[[ItemProgress], None]
 
 @contextmanager
 def stage_progress(stage: str, console: Console | None = None, *, enabled: bool = True) -> Iterator[Show]:
-    """The yielded function shows one change; an item is shown when it starts, because it may take long."""
+    """The yielded function shows one change, unless that is not ``enabled``.
+
+    An item is shown when it starts, because it may take long.
+    """
     console = console or Console(stderr=True)
     if not enabled:
         yield lambda event: None
@@ -64,9 +67,9 @@ def stage_progress(stage: str, console: Console | None = None, *, enabled: bool 
 
 
 @contextmanager
-def prewarm_progress(console: Console | None = None) -> Iterator[Show]:
+def prewarm_progress(console: Console | None = None, *, enabled: bool = True) -> Iterator[Show]:
     """:func:`stage_progress` of the prewarm."""
-    with stage_progress("prewarm", console) as show:
+    with stage_progress("prewarm", console, enabled=enabled) as show:
         yield show
 
 

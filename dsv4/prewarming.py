@@ -74,6 +74,7 @@ def warm_kernels(
     count: bool = True,
     group: dist.ProcessGroup | None = None,
     store: dist.Store | None = None,
+    progress: bool = True,
 ) -> PrewarmReport:
     """Compile and load every kernel of a model of ``config``; see ``dsv4.graphs.prewarm``.
 
@@ -84,6 +85,7 @@ def warm_kernels(
         group: ranks that must agree and wait for each other; without one, all ranks of ``torch.distributed`` where it
             is in use.
         store: in place of the store of the group.
+        progress: show progress on stderr.
     """
     device = torch.device(settings.device)
     choose_backends(settings)
@@ -98,7 +100,7 @@ def warm_kernels(
     cases = prewarm_cases(config, device, settings.max_rows, settings.expert_weights)  # imports what they need
     if device.type == "cuda" and settings.gemm_backend == "deep_gemm" and prewarm_enabled():
         _compile_deep_gemm(config.shape(), settings)
-    with prewarm_progress() as progress:
+    with prewarm_progress(enabled=progress) as show:
         report = prewarm(
             cases,
             run=run_case,
@@ -108,7 +110,7 @@ def warm_kernels(
             settings=decision,
             device=device,
             workers=settings.prewarm_workers,
-            progress=progress,
+            progress=show,
             group=group or _world(),
             store=store,
             monitor=_monitor() if count else None,
@@ -122,10 +124,10 @@ def warm_kernels(
     return report
 
 
-def warm_loaded(config: ModelConfig, settings: EngineConfig) -> PrewarmReport | None:
+def warm_loaded(config: ModelConfig, settings: EngineConfig, *, progress: bool = True) -> PrewarmReport | None:
     """The prewarm at the tail of weight loading: after the last tensor, before caches are sized and graphs captured."""
     if torch.device(settings.device).type == "cuda" and settings.prewarm:
-        return warm_kernels(config, settings)
+        return warm_kernels(config, settings, progress=progress)
     return None
 
 

@@ -232,7 +232,9 @@ class _Stages:
             nonlocal done
             if not done:
                 with started.stage("prewarm"):
-                    started.prewarm = hardware.prewarm(self.runner.model, self.settings, group, store)
+                    started.prewarm = hardware.prewarm(
+                        self.runner.model, self.settings, group=group, store=store, progress=self.progress
+                    )
             done = True
 
         prewarm()

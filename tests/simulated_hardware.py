@@ -36,7 +36,7 @@ class SimulatedHardware:
         self.graph_mode, self.free, self.total, self.transient = graph_mode, free, total, transient
         self.pools, self.events, self.made = list(pools), [], []
 
-    def prewarm(self, model, settings, group, store) -> None:
+    def prewarm(self, model, settings, **options) -> None:
         self.events.append("prewarm")
 
     def graphs(self) -> CpuGraphs:

@@ -224,7 +224,7 @@ def test_order_of_start_up(monkeypatch):
 
 def test_the_tail_of_loading_warms_on_a_gpu_alone(monkeypatch):
     made = []
-    monkeypatch.setattr(prewarming, "warm_kernels", lambda config, settings: made.append(settings.device))
+    monkeypatch.setattr(prewarming, "warm_kernels", lambda config, settings, **_: made.append(settings.device))
     for device, enabled in (("cpu", True), ("cuda", False), ("cuda:1", True)):
         prewarming.warm_loaded(flash_config(), SimpleNamespace(device=device, prewarm=enabled))
     assert made == ["cuda:1"]

@@ -111,7 +111,7 @@ class DryHardware:
 
     graph_mode = "full"
 
-    def prewarm(self, *_: object) -> None:
+    def prewarm(self, *_: object, **__: object) -> None:
         return None
 
     def graphs(self) -> Any:
