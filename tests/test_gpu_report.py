@@ -9,7 +9,7 @@ import pytest
 from tools.gpu_check import report as joining
 from tools.gpu_check.points import POINTS, SampleError
 from tools.gpu_check.rules import RULES
-from tools.gpu_check.sections import SECTIONS
+from tools.gpu_check.sections import GROUPS, SECTIONS, processes
 from tools.gpu_check.validate import POINT_KEYS, TOP_KEYS, problems, validate
 
 from .conftest import ROOT
@@ -32,7 +32,10 @@ WHOLE: dict[str, Any] = {
         "libraries": {"gemm_keys": 60, "deep_gemm_keys": 40, "deep_gemm_kernels": 40},
     },
     "speed_up": {"ours": [1.0, 2.0, 3.0], "theirs": [50.0, 60.0, 70.0]},
-    "not_passed": {"passed": 9, "failed": 0, "errors": 0, "skipped": 0, "names": []},
+    "not_passed": {
+        part: {"passed": 9, "failed": 0, "errors": 0, "skipped": 0, "names": []}
+        for part in ("mhc", "kernels", "cases", "graphs", "rest")
+    },
 }
 
 
@@ -205,6 +208,14 @@ def test_every_point_has_a_section():
     assert measured == set(POINTS)
 
 
+def test_every_section_has_a_process():
+    every = [name for group in processes(("first", "together", "gated", "alone")) for name in group]
+    assert sorted(every) == sorted(SECTIONS)
+    for group in GROUPS:
+        assert len({SECTIONS[name].stage for name in group}) == 1, group
+    assert ("exact",) in processes(("together",), ("exact",))
+
+
 def test_samples_of_several_processes_are_joined(tmp_path):
     """One process failed, one left half of its samples, one ended well: nothing passes that was not measured."""
     chosen = {name: SECTIONS[name] for name in ("references", "prewarm_off", "cold_key")}
@@ -237,7 +248,7 @@ def test_two_sections_may_not_give_one_sample():
 def test_rules_refuse_samples_that_show_nothing():
     for name, samples, message in (
         ("first_request", {"full": {"first_s": [1.0], "tenth_s": [1.0]}}, "samples must hold eager"),
-        ("gpu_tests", {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}, "must have a passed test"),
+        ("gpu_tests", {"mhc": {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}}, "samples must hold kernels"),
         ("prewarm_before_capture", {"nano": {"events": ["capture"]}}, "must hold a prewarm and a capture"),
         ("whole_run_s", {"seconds": {}}, "samples must hold seconds, got an empty one"),
     ):
@@ -245,4 +256,10 @@ def test_rules_refuse_samples_that_show_nothing():
             POINTS[name].judge(samples)
     assert POINTS["prewarm_before_capture"].judge({"nano": {"events": ["capture", "prewarm"]}}) == (1, False)
     assert POINTS["ops"].judge({"op": {"x.float32": {"0.rms": 1e-6, "0.bytes_differ": 0.1}}})[1] is False
-    assert POINTS["gpu_tests"].judge({"passed": 3, "failed": 0, "errors": 0, "skipped": 1}) == (1, False)
+    parts = samples_of("gpu_tests")
+    parts["rest"] |= {"passed": 0, "skipped": 1}
+    assert POINTS["gpu_tests"].judge(parts) == (1, False)
+    for part in parts.values():
+        part["passed"] = 0
+    with pytest.raises(SampleError, match="must have a passed test, got none"):
+        POINTS["gpu_tests"].judge(parts)

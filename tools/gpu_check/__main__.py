@@ -1,11 +1,15 @@
 """``python3 -m tools.gpu_check run | section | child | serve | validate``; people start tools/gpu_check.sh."""
 
 import argparse
+import gc
 import json
 import logging
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import torch
 
 from .common import ROOT, Place, Record
 
@@ -17,10 +21,10 @@ def main() -> int:
     run.add_argument("out", type=Path)
     run.add_argument("described", nargs="?", default="", help="commit, with -dirty behind it if files differ from it")
     run.add_argument("only", nargs="*", help="only sections whose names begin so")
-    section = commands.add_parser("section", help="one section, in this process")
-    section.add_argument("name")
-    section.add_argument("out", type=Path)
+    section = commands.add_parser("section", help="sections, one after another in this process")
+    section.add_argument("out", type=Path, help="folder for one JSON file per section")
     section.add_argument("cache", type=Path)
+    section.add_argument("names", nargs="+")
     child = commands.add_parser("child", help="a measurement that needs a process of its own")
     child.add_argument("function")
     child.add_argument("arguments", nargs="*")
@@ -53,19 +57,29 @@ def _described() -> str:
 def _section(arguments: argparse.Namespace) -> int:
     from .sections import SECTIONS
 
-    record = Record(arguments.out)
-    try:
-        section = SECTIONS[arguments.name]
-        section.run(Place(arguments.dry, section.stage == "together", arguments.cache), record)
-    finally:
+    for name in arguments.names:
+        section, record = SECTIONS[name], Record(arguments.out / f"{name}.json")
+        began = time.perf_counter()
+        try:
+            section.run(Place(arguments.dry, section.stage == "together", arguments.cache), record)
+        except Exception as error:  # outside of the blocks of its points: the other sections must still be seen
+            record.fail(section.points, error)
         record.write()
+        print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
+        gc.collect()
+        if not arguments.dry:
+            torch.cuda.empty_cache()
     return 0
 
 
 def _child(arguments: argparse.Namespace) -> int:
     from .warm import CHILDREN
 
-    print(json.dumps(CHILDREN[arguments.function](Place(arguments.dry), *arguments.arguments), default=str))
+    print(
+        "result",
+        json.dumps(CHILDREN[arguments.function](Place(arguments.dry), *arguments.arguments), default=str),
+        flush=True,
+    )
     return 0
 
 

@@ -1,9 +1,10 @@
 """What every section needs: where it runs, and a record of samples that survives its failures."""
 
 import json
+import subprocess
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,11 @@ class Place:
     dry: bool = False
     shared: bool = False
     cache: Path = Path("/tmp/dsv4_gpu_check")
+
+    @property
+    def gate(self) -> Path:
+        """A file that exists once the GPU is idle."""
+        return self.cache / "idle"
 
     @property
     def device(self) -> torch.device:
@@ -58,14 +64,17 @@ class Record:
         try:
             yield [self.samples[name] for name in points]
         except Exception as error:  # what else this process measures must still be seen
-            text = f"{type(error).__name__}: {str(error)[:600]}"
-            print(text, traceback.format_exc()[-4000:], flush=True)
-            for name in points:
-                self.errors[name] = f"{self.errors[name]}; {text}" if name in self.errors else text
+            self.fail(points, error)
         taken = time.perf_counter() - began
         for name in points:
             self.seconds[name] = self.seconds.get(name, 0.0) + taken / len(points)
         self.write()
+
+    def fail(self, points: Sequence[str], error: Exception) -> None:
+        text = f"{type(error).__name__}: {str(error)[:600]}"
+        print(text, "".join(traceback.format_exception(error))[-4000:], flush=True)
+        for name in points:
+            self.errors[name] = f"{self.errors[name]}; {text}" if name in self.errors else text
 
     def write(self) -> None:
         from dsv4.ops import _runtime
@@ -106,3 +115,19 @@ def differs(got: torch.Tensor, want: torch.Tensor) -> int:
         return 1
     flat = (t.contiguous().view(-1).view(torch.uint8) for t in (got, want))
     return int(got.numel() > 0 and not torch.equal(*flat))
+
+
+def next_line(process: subprocess.Popen, prefix: str) -> str:
+    """The rest of the next line of a child's output that begins with ``prefix``."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(prefix):
+            return line[len(prefix) :]
+    raise RuntimeError(f"a child must print {prefix!r}, got its end, {process.wait()}: {process.args}")
+
+
+def tell(process: subprocess.Popen) -> None:
+    """Let a child that waits for a line go on."""
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()

@@ -295,7 +295,7 @@ POINTS: dict[str, Point] = {
     # ---- the run itself
     "gpu_tests": Point(
         question="pytest -m gpu: how many tests did not pass?", rule="not_passed", bar=0, sense="==",
-        needs=("passed", "failed", "errors", "skipped"),
+        needs=paths(("mhc", "kernels", "cases", "graphs", "rest"), ("passed", "failed", "errors", "skipped")),
     ),
     "whole_run_s": Point(
         question="Seconds of the whole run?", rule="largest", bar=480, needs=("seconds",),

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,76 +14,102 @@ from typing import Any
 
 from .common import ROOT, Place
 from .points import POINTS, SampleError
-from .sections import SECTIONS, Section
-from .warm import cache_environment
+from .sections import SECTIONS, Section, processes
+from .warm import shared_caches
 
-TOGETHER = 12  # processes at once: each has a CUDA context, and compiles now and then, on 16 cores
-LIMIT_S = 470  # of the whole run: what has not begun by then is recorded as an error
+TOGETHER = 14  # processes at once: each has a CUDA context, and compiles now and then, on 16 cores
+LIMIT_S, GRACE_S = 395, 15  # what has not begun by then, or not ended a little later, is recorded as an error
 _TABLE_ROWS, _TABLE_CHARACTERS = 60, 6000
 
 
 @dataclass
 class _Running:
-    name: str
+    names: tuple[str, ...]
     process: subprocess.Popen
     began: float
+
+    @property
+    def timeout(self) -> float:
+        return max(SECTIONS[name].timeout for name in self.names)
+
+
+class _Run:
+    """The processes of one run, and how each ended."""
+
+    def __init__(self, place: Place, out: Path) -> None:
+        self.place, self.out, self.began = place, out, time.perf_counter()
+        self.outcomes: dict[str, tuple[str | None, float]] = {}
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def start(self, names: tuple[str, ...]) -> _Running | None:
+        if self.seconds() > LIMIT_S and not self.place.dry:
+            self.outcomes.update(dict.fromkeys(names, ("not begun: the time of the run was over", 0.0)))
+            return None
+        command = [sys.executable, "-m", "tools.gpu_check", "section", *(["--dry"] if self.place.dry else [])]
+        environment = shared_caches(self.place) | {"OMP_NUM_THREADS": "1" if self.place.dry else "2"}
+        with (self.out / f"{names[0]}.log").open("w") as log:
+            process = subprocess.Popen(
+                [*command, str(self.out), str(self.place.cache), *names], cwd=ROOT, env=environment, stdout=log,
+                stderr=log, start_new_session=True,
+            )  # fmt: skip
+        return _Running(names, process, time.perf_counter())
+
+    def ended(self, one: _Running) -> bool:
+        """Whether the process is over; one whose time is over is ended with all that it started."""
+        taken, slow = time.perf_counter() - one.began, 10 if self.place.dry else 1
+        over = taken > slow * one.timeout or self.seconds() > slow * (LIMIT_S + GRACE_S)
+        if over:
+            os.killpg(one.process.pid, signal.SIGKILL)
+        if not over and one.process.poll() is None:
+            return False
+        code = one.process.wait()
+        error = f"killed after {taken:.0f} s" if over else f"ended with {code}" if code else None
+        for name in one.names:
+            left = not (self.out / f"{name}.json").is_file()
+            self.outcomes[name] = (error or ("left no record" if left else None), taken)
+        return True
+
+    def run(self, waiting: list[tuple[str, ...]], width: int, when_started: Callable[[], None] = lambda: None) -> None:
+        running: list[_Running] = []
+        while waiting or running:
+            while waiting and len(running) < width:
+                started = self.start(waiting.pop(0))
+                running += [started] if started else []
+                if not waiting:
+                    when_started()
+            time.sleep(0.05)
+            running = [one for one in running if not self.ended(one)]
 
 
 def run_all(place: Place, out: Path, described: str, only: Iterable[str] = ()) -> dict[str, Any]:
     """Run the sections (or ``only`` those whose name begins so), write ``out``'s report and return it."""
-    began, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
-    out.mkdir(parents=True, exist_ok=True)
+    started, only = datetime.now(UTC).isoformat(timespec="seconds"), tuple(only)
     place.cache.mkdir(parents=True, exist_ok=True)
-    chosen = {n: s for n, s in SECTIONS.items() if not only or n.startswith(tuple(only))}
-    outcomes: dict[str, tuple[str | None, float]] = {}
+    place.gate.unlink(missing_ok=True)
+    run, gated = _Run(place, out), []
+    chosen = {n: s for n, s in SECTIONS.items() if not only or n.startswith(only)}
+
+    def prepare() -> None:
+        gated.extend(filter(None, map(run.start, processes(("gated",), only))))
+
     for stage, width in (("first", 1), ("together", 2 if place.dry else TOGETHER), ("alone", 1)):
-        own = {n: s for n, s in chosen.items() if s.stage == stage}
-        _run_stage(own, width, place, out, began, outcomes)
-        print(f"{time.perf_counter() - began:6.1f} s  {stage}: {len(own)} sections", flush=True)
-    seconds = time.perf_counter() - began
-    report = join(out, chosen, outcomes, seconds=seconds, started=started, described=described, dry=place.dry)
+        if stage == "together":
+            run.run(processes((stage,), only), width, prepare)
+            if not gated:  # nothing else was to be run together
+                prepare()
+            place.gate.touch()
+            while gated:
+                time.sleep(0.05)
+                gated[:] = [one for one in gated if not run.ended(one)]
+        else:
+            run.run(processes((stage,), only), width)
+        print(f"{run.seconds():6.1f} s  {stage}", flush=True)
+    report = join(out, chosen, run.outcomes, seconds=run.seconds(), started=started, described=described, dry=place.dry)
     (out / "h200_check.json").write_text(as_text(report))
-    print(table(report, outcomes))
+    print(table(report, run.outcomes))
     return report
-
-
-def _run_stage(own: dict[str, Section], width: int, place: Place, out: Path, began: float, outcomes: dict) -> None:
-    waiting, running = list(own), []
-    while waiting or running:
-        while waiting and len(running) < width:
-            name = waiting.pop(0)
-            if time.perf_counter() - began > LIMIT_S and not place.dry:
-                outcomes[name] = ("not begun: the time of the run was over", 0.0)
-                continue
-            running.append(_start(name, own[name], place, out))
-        time.sleep(0.05)
-        for one in list(running):
-            taken = time.perf_counter() - one.began
-            over = taken > own[one.name].timeout * (10 if place.dry else 1)
-            if over:
-                os.killpg(one.process.pid, signal.SIGKILL)  # with what it started itself
-            if over or one.process.poll() is not None:
-                code = one.process.wait()
-                error = f"killed after {taken:.0f} s" if over else f"ended with {code}" if code else None
-                outcomes[one.name] = (error, taken)
-                running.remove(one)
-
-
-def _start(name: str, section: Section, place: Place, out: Path) -> _Running:
-    log = (out / f"{name}.log").open("w")
-    command = [sys.executable, "-m", "tools.gpu_check", "section", *(["--dry"] if place.dry else []), name]
-    environment = cache_environment(place.cache / f"kernels_{section.caches}") | {"OMP_NUM_THREADS": "2"}
-    if place.dry:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*command, str(out / f"{name}.json"), str(place.cache)],
-        cwd=ROOT,
-        env=environment,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
-    return _Running(name, process, time.perf_counter())
 
 
 def join(

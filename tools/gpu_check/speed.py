@@ -14,7 +14,7 @@ from dsv4.ops.shapes import flash
 from dsv4.runner import Sequence
 from dsv4.sampling import SamplingParams
 
-from .common import ROOT, Place, Record, random_tokens
+from .common import ROOT, Place, Record, next_line, random_tokens, tell
 from .models import nano_engine, random_engine, settings_of, using_backend, wide_config
 
 REPEATS = 60
@@ -144,7 +144,7 @@ _REPEATS = 3
 
 
 def first_request(place: Place, record: Record) -> None:
-    """Fresh processes start together; once all are ready, each serves its ten requests alone, in turn."""
+    """Fresh processes start together; once all are ready and the GPU is idle, each serves ten requests, in turn."""
     command = [sys.executable, "-m", "tools.gpu_check", "serve", *(["--dry"] if place.dry else []), str(place.cache)]
     repeats = 1 if place.dry else _REPEATS
     started = []
@@ -154,12 +154,13 @@ def first_request(place: Place, record: Record) -> None:
                 for _ in range(repeats):
                     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
                     started.append((path, subprocess.Popen([*command, path], **pipes)))
+            for _, process in started:
+                next_line(process, "ready")
+            while not place.gate.exists():
+                time.sleep(0.05)
             for path, process in started:
-                _await(process, path)
-            for path, process in started:
-                process.stdin.write("go\n")
-                process.stdin.flush()
-                times = json.loads(_await(process, path, "times "))
+                tell(process)
+                times = json.loads(next_line(process, "times "))
                 samples = found.setdefault(path, {"first_s": [], "tenth_s": [], "all_s": []})
                 samples["first_s"].append(times[0])
                 samples["tenth_s"].append(times[9])
@@ -168,15 +169,6 @@ def first_request(place: Place, record: Record) -> None:
         finally:
             for _, process in started:
                 process.kill()
-
-
-def _await(process: subprocess.Popen, path: str, prefix: str = "ready") -> str:
-    """The rest of the next line that begins with ``prefix``."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(prefix):
-            return line[len(prefix) :]
-    raise RuntimeError(f"a process that serves {path} ended with {process.wait()} before its line {prefix!r}")
 
 
 def serve(place: Place, path: str) -> None:

@@ -22,7 +22,7 @@ from dsv4.graphs.jit_monitor import JitMonitor
 from dsv4.ops import _runtime
 from dsv4.ops._jit_libraries import jit_libraries
 
-from .common import NANO, ROOT, Place, Record
+from .common import NANO, ROOT, Place, Record, next_line, tell
 from .models import LIBRARIES, nano_engine, settings_of, using_backend
 
 GEMM_OPS = ("linear", "few_rows", "few_rows_fp8", "fp8_linear", "grouped_o_proj", "expert_ffn", "indexer_logits",
@@ -36,8 +36,16 @@ def cache_environment(folder: Path) -> dict[str, str]:
     return os.environ | {name: str(folder / name.lower()) for name in CACHE_VARIABLES}
 
 
-def child(place: Place, function: str, *arguments: str, environment: dict[str, str], timeout: float) -> dict[str, Any]:
-    """Run a function of :data:`CHILDREN` in a fresh process and return what it printed last."""
+def shared_caches(place: Place) -> dict[str, str]:
+    """What the two cold prewarms left: Triton's kernels of one, those of the other libraries of the other."""
+    libraries = cache_environment(place.cache / "kernels_libraries")
+    return cache_environment(place.cache / "kernels_triton") | {
+        name: libraries[name] for name in ("TILELANG_CACHE_DIR", "DG_JIT_CACHE_DIR")
+    }
+
+
+def start_child(place: Place, function: str, *arguments: str, environment: dict[str, str]) -> subprocess.Popen:
+    """A function of :data:`CHILDREN` in a fresh process, whose last line is its result."""
     command = [
         sys.executable,
         "-m",
@@ -47,23 +55,37 @@ def child(place: Place, function: str, *arguments: str, environment: dict[str, s
         *arguments,
         *(["--dry"] if place.dry else []),
     ]
-    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": timeout}
-    done = subprocess.run(command, **options, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{function} {' '.join(arguments)} ended with {done.returncode}: {done.stderr[-1500:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+
+
+def result_of(process: subprocess.Popen) -> dict[str, Any]:
+    result = json.loads(next_line(process, "result "))
+    process.wait()
+    return result
 
 
 def cold_and_warm(place: Place, record: Record) -> None:
     """Everything for Flash from empty caches, then again in new processes; the caches stay for the other sections."""
-    for backend in LIBRARIES:
-        folder = place.cache / f"kernels_{backend}"
-        with record.block("prewarm_cold_s", "prewarm_warm_s", "gemm_keys") as (cold, warm, gemm):
-            first = child(place, "prewarm", backend, environment=cache_environment(folder), timeout=150)
-            again = child(place, "prewarm", backend, environment=cache_environment(folder), timeout=60)
-            cold[backend], warm[backend] = ({"call_s": r["call_s"]} for r in (first, again))
-            gemm[backend] = first["gemm"]
-            record.samples.setdefault("prewarm_details", {})[backend] = {"cold": first, "warm": again}
+    kinds = [(backend, kind) for backend in LIBRARIES for kind in ("cold", "warm")]
+    environments = {backend: cache_environment(place.cache / f"kernels_{backend}") for backend in LIBRARIES}
+    # they import and reach the GPU beside each other, and then measure in turn
+    children = [start_child(place, "prewarm", backend, environment=environments[backend]) for backend, _ in kinds]
+    details = record.samples.setdefault("prewarm_details", {})
+    try:
+        for process in children:
+            next_line(process, "ready")
+        for (backend, kind), process in zip(kinds, children, strict=True):
+            with record.block(f"prewarm_{kind}_s", "gemm_keys") as (seconds, gemm):
+                tell(process)
+                found = result_of(process)
+                details.setdefault(backend, {})[kind] = found
+                seconds[backend] = {"call_s": found["call_s"]}
+                if kind == "cold":
+                    gemm[backend] = found["gemm"]
+    finally:
+        for process in children:
+            process.kill()
 
 
 def prewarm_child(place: Place, backend: str) -> dict[str, Any]:
@@ -77,6 +99,8 @@ def prewarm_child(place: Place, backend: str) -> dict[str, Any]:
     for library in LIBRARIES[backend] if not place.dry else ():  # to import a library is not to warm it
         importlib.import_module(library)
     torch.zeros(1, device=place.device)
+    print("ready", flush=True)
+    sys.stdin.readline()
     began = time.perf_counter()
     report = warm_kernels(config, settings, count=True)
     call_s = time.perf_counter() - began
@@ -119,7 +143,7 @@ def mhc_compilations(place: Place, record: Record) -> None:
 def _mhc_compilations(place: Place, backend: str, width: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         environment = cache_environment(Path(folder))
-        return child(place, "mhc", backend, width, environment=environment, timeout=150)["compilations"]
+        return result_of(start_child(place, "mhc", backend, width, environment=environment))["compilations"]
 
 
 def mhc_child(place: Place, backend: str, width: str) -> dict[str, Any]:
@@ -139,7 +163,7 @@ def switched_off(place: Place, record: Record) -> None:
     """``DSV4_PREWARM=0`` skips the kernels."""
     with record.block("prewarm_off") as (found,), tempfile.TemporaryDirectory() as folder:
         environment = cache_environment(Path(folder)) | {"DSV4_PREWARM": "0"}
-        found |= child(place, "off", environment=environment, timeout=90)
+        found |= result_of(start_child(place, "off", environment=environment))
 
 
 def off_child(place: Place) -> dict[str, Any]:
