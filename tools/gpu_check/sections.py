@@ -31,7 +31,7 @@ class Section:
     run: Callable[[Place, Record], None]
     points: tuple[str, ...]
     stage: Stage = "together"
-    timeout: float = 170
+    timeout: float = 250
 
 
 def _all() -> dict[str, Section]:
