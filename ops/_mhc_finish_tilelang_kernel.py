@@ -1,9 +1,8 @@
 """Second launch of the mHC kernels in TileLang: sum the parts, make the gates, collapse and normalise.
 
 One program per row collapses; a few programs before them make ``post`` and ``comb`` of many rows each, four threads a
-row, so that no row waits for the Sinkhorn rounds. Those multiply by the hardware's reciprocal, which is within a step
-of the last bit: a chain of 160 divisions takes longer than everything else. Sums over the values of a row have an
-order that depends on the width alone.
+row, so that no row waits for the Sinkhorn rounds. Sums over the values of a row have an order that depends on the
+width alone.
 """
 
 from typing import Any
@@ -67,8 +66,8 @@ def _collapse_macro(hidden: int, outputs: int, dtype: str, vector: int, threads:
     @T.macro
     def collapse(partials, streams, scale, base, norm, x, row, num_splits, eps, hc_eps, thread):
         value = T.alloc_local((steps, NUM_STREAMS, vector), dtype)
-        weight = T.alloc_local((vector,), "float32")
-        collapsed = T.alloc_local((steps, vector), dtype)
+        weight = T.alloc_local((steps, vector), "float32")
+        collapsed = T.alloc_local((steps, vector), "float32")
         result = T.alloc_local((vector,), dtype)
         part_sum = T.alloc_local((1,), "float32")
         sums = T.alloc_local((NUM_STREAMS + 1,), "float32")
@@ -83,6 +82,9 @@ def _collapse_macro(hidden: int, outputs: int, dtype: str, vector: int, threads:
                 for j in T.unroll(NUM_STREAMS):
                     for v in T.vectorized(vector):
                         value[i, j, v] = streams[row, j, index * vector + v]
+                for half in T.unroll(vector // 4):
+                    for v in T.vectorized(4):
+                        weight[i, half * 4 + v] = norm[index * vector + half * 4 + v]
 
         lane = thread % COLLAPSE_LANES
         source = T.Select(lane < NUM_STREAMS, lane, outputs)
@@ -112,20 +114,15 @@ def _collapse_macro(hidden: int, outputs: int, dtype: str, vector: int, threads:
                     second = T.ieee_add(total, T.ieee_mul(T.cast(value[i, 1, v], "float32"), gate[1]))
                     third = T.ieee_add(second, T.ieee_mul(T.cast(value[i, 2, v], "float32"), gate[2]))
                     fourth = T.ieee_add(third, T.ieee_mul(T.cast(value[i, 3, v], "float32"), gate[3]))
-                    collapsed[i, v] = T.cast(fourth, dtype)
-                    rounded = T.cast(collapsed[i, v], "float32")
-                    square[0] += rounded * rounded
+                    collapsed[i, v] = T.cast(T.cast(fourth, dtype), "float32")
+                    square[0] += collapsed[i, v] * collapsed[i, v]
         block_sum(square, scratch, thread)
         norm_inverse = _reciprocal_root(square[0] / hidden + eps)
         for i in T.unroll(steps):
             index = i * threads + thread
             if index < vectors:
-                for half in T.unroll(vector // 4):
-                    for v in T.vectorized(4):
-                        weight[half * 4 + v] = norm[index * vector + half * 4 + v]
                 for v in T.unroll(vector):
-                    normalised = T.cast(collapsed[i, v], "float32") * norm_inverse
-                    result[v] = T.cast(normalised * weight[v], dtype)
+                    result[v] = T.cast(collapsed[i, v] * norm_inverse * weight[i, v], dtype)
                 for v in T.vectorized(vector):
                     x[row, index * vector + v] = result[v]
 
@@ -174,14 +171,14 @@ def _mix_macro(hidden: int, outputs: int, threads: int) -> Any:
             entry[v] = entry[v] / row_sum[0] + hc_eps
         for iteration in T.serial(sinkhorn_iters):
             if iteration > 0:
-                row_sum[0] = T.fast_rcp(((entry[0] + entry[1]) + (entry[2] + entry[3])) + hc_eps)
+                row_sum[0] = ((entry[0] + entry[1]) + entry[2]) + entry[3] + hc_eps
                 for v in T.unroll(NUM_STREAMS):
-                    entry[v] = entry[v] * row_sum[0]
+                    entry[v] = entry[v] / row_sum[0]
             for v in T.unroll(NUM_STREAMS):
-                column_sum[v] = entry[v] + T.shfl_xor(entry[v], 1)
-            for v in T.unroll(NUM_STREAMS):
+                column_sum[v] = entry[v]
+                column_sum[v] += T.shfl_xor(column_sum[v], 1)
                 column_sum[v] += T.shfl_xor(column_sum[v], 2)
-                entry[v] = entry[v] * T.fast_rcp(column_sum[v] + hc_eps)
+                entry[v] = entry[v] / (column_sum[v] + hc_eps)
         if row < num_tokens:
             for v in T.vectorized(NUM_STREAMS):
                 comb[row, lane, v] = entry[v]
