@@ -79,7 +79,8 @@ class Record:
     def write(self) -> None:
         from dsv4.ops import _runtime
 
-        self.path.write_text(
+        complete = self.path.with_suffix(".part")  # a process may be ended at any moment
+        complete.write_text(
             json.dumps(
                 {
                     "samples": self.samples,
@@ -90,6 +91,7 @@ class Record:
                 }
             )
         )
+        complete.replace(self.path)
 
     @contextmanager
     def profiling(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from .sections import SECTIONS, Section, processes
 from .warm import shared_caches
 
 TOGETHER = 14  # processes at once: each has a CUDA context, and compiles now and then, on 16 cores
-LIMIT_S, GRACE_S = 395, 15  # what has not begun by then, or not ended a little later, is recorded as an error
+LIMIT_S, GRACE_S = 420, 15  # what has not begun by then, or not ended a little later, is recorded as an error
 _TABLE_ROWS, _TABLE_CHARACTERS = 60, 6000
 
 
@@ -33,12 +33,17 @@ class _Running:
         return max(SECTIONS[name].timeout for name in self.names)
 
 
+class _Stopped(Exception):
+    """The run was told to end (SIGTERM): the report says what there is."""
+
+
 class _Run:
     """The processes of one run, and how each ended."""
 
     def __init__(self, place: Place, out: Path) -> None:
         self.place, self.out, self.began = place, out, time.perf_counter()
         self.outcomes: dict[str, tuple[str | None, float]] = {}
+        self.alive: list[_Running] = []
 
     def seconds(self) -> float:
         return time.perf_counter() - self.began
@@ -54,7 +59,8 @@ class _Run:
                 [*command, str(self.out), str(self.place.cache), *names], cwd=ROOT, env=environment, stdout=log,
                 stderr=log, start_new_session=True,
             )  # fmt: skip
-        return _Running(names, process, time.perf_counter())
+        self.alive.append(_Running(names, process, time.perf_counter()))
+        return self.alive[-1]
 
     def ended(self, one: _Running) -> bool:
         """Whether the process is over; one whose time is over is ended with all that it started."""
@@ -64,12 +70,19 @@ class _Run:
             os.killpg(one.process.pid, signal.SIGKILL)
         if not over and one.process.poll() is None:
             return False
+        self.alive.remove(one)
         code = one.process.wait()
         error = f"killed after {taken:.0f} s" if over else f"ended with {code}" if code else None
         for name in one.names:
             left = not (self.out / f"{name}.json").is_file()
             self.outcomes[name] = (error or ("left no record" if left else None), taken)
         return True
+
+    def stop(self) -> None:
+        """End everything that runs."""
+        for one in self.alive:
+            os.killpg(one.process.pid, signal.SIGKILL)
+            self.outcomes.update(dict.fromkeys(one.names, ("the run was stopped", time.perf_counter() - one.began)))
 
     def run(self, waiting: list[tuple[str, ...]], width: int, when_started: Callable[[], None] = lambda: None) -> None:
         running: list[_Running] = []
@@ -88,8 +101,26 @@ def run_all(place: Place, out: Path, described: str, only: Iterable[str] = ()) -
     started, only = datetime.now(UTC).isoformat(timespec="seconds"), tuple(only)
     place.cache.mkdir(parents=True, exist_ok=True)
     place.gate.unlink(missing_ok=True)
-    run, gated = _Run(place, out), []
+    run = _Run(place, out)
     chosen = {n: s for n, s in SECTIONS.items() if not only or n.startswith(only)}
+
+    def stopped(*_: object) -> None:
+        raise _Stopped
+
+    signal.signal(signal.SIGTERM, stopped)
+    try:
+        _run_stages(run, place, only)
+    except _Stopped:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        run.stop()
+    report = join(out, chosen, run.outcomes, seconds=run.seconds(), started=started, described=described, dry=place.dry)
+    (out / "h200_check.json").write_text(as_text(report))
+    print(table(report, run.outcomes))
+    return report
+
+
+def _run_stages(run: _Run, place: Place, only: tuple[str, ...]) -> None:
+    gated: list[_Running] = []
 
     def prepare() -> None:
         gated.extend(filter(None, map(run.start, processes(("gated",), only))))
@@ -106,10 +137,6 @@ def run_all(place: Place, out: Path, described: str, only: Iterable[str] = ()) -
         else:
             run.run(processes((stage,), only), width)
         print(f"{run.seconds():6.1f} s  {stage}", flush=True)
-    report = join(out, chosen, run.outcomes, seconds=run.seconds(), started=started, described=described, dry=place.dry)
-    (out / "h200_check.json").write_text(as_text(report))
-    print(table(report, run.outcomes))
-    return report
 
 
 def join(
@@ -138,7 +165,10 @@ def join(
             if error:
                 errors.setdefault(point, []).append(f"{name}: {error}")
         for point, found in recorded.get("samples", {}).items():
-            merge(samples.setdefault(point, {}), found)
+            try:
+                merge(samples.setdefault(point, {}), found)
+            except ValueError as error:
+                errors.setdefault(point, []).append(f"{name}: {error}")
         for point, text in recorded.get("errors", {}).items():
             errors.setdefault(point, []).append(f"{name}: {text}")
         for point, spent in recorded.get("seconds", {}).items():
