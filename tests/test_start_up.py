@@ -154,7 +154,9 @@ def test_capture_progress(tiny, capsys):
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pools", [(2000, 1 << 26), (1 << 26, 2000)], ids=["step", "draft"])
+@pytest.mark.parametrize("pools", [
+    pytest.param((2000, 1 << 26), id="step", marks=pytest.mark.slow), pytest.param((1 << 26, 2000), id="draft"),
+])  # fmt: skip
 def test_auto_without_memory_serves_eagerly_and_says_so(tiny, caplog, pools):
     eager = Engine.from_model(tiny, settings_of())
     with caplog.at_level(logging.ERROR, logger=start_up_module.__name__):
@@ -171,7 +173,7 @@ def test_auto_without_memory_serves_eagerly_and_says_so(tiny, caplog, pools):
     assert path.kind == "eager" and path.reason == f"capture failed: {error}"
 
 
-@pytest.mark.parametrize("mode", ["full", "piecewise"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("piecewise", marks=pytest.mark.slow)])
 def test_a_chosen_mode_without_memory_raises_and_leaves_the_model_usable(tiny, monkeypatch, mode):
     monkeypatch.setattr(compile_stage, "compile_model", eager_pieces)
     hardware = SimulatedHardware(mode, pools=(2000,))
