@@ -8,6 +8,7 @@ import torch
 from dsv4 import ops
 from dsv4.graphs import deep_gemm_cache
 from dsv4.ops import _backends, _deep_gemm, _runtime
+from dsv4.ops._indexer_deep_gemm import ROWS_PER_REQUEST
 from dsv4.ops.shapes import flash
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,10 +134,8 @@ def index_distance(rows: int, tokens: int, num_requests: int) -> tuple[float, bo
     seen = want.isfinite()
     error = (got - want)[seen].abs().max() / want[seen].std()
     q, weights, cache, positions, requests, tables = args
-    alone = [index_scores((q[i], weights[i], cache, positions[i], requests[i], tables), "deep_gemm")
-             for i in (slice(5, 6), slice(rows - 3, rows))]  # fmt: skip
-    return (
-        error.item(),
-        torch.equal(got.isfinite(), seen),
-        all(torch.equal(a, b) for a, b in zip(alone, (got[5:6], got[rows - 3 :]), strict=True)),
-    )
+    fewest = ROWS_PER_REQUEST * num_requests  # fewer rows are not DeepGEMM's
+    parts = (slice(0, fewest), slice(rows - fewest - 3, rows - 3))
+    alone = [index_scores((q[i], weights[i], cache, positions[i], requests[i], tables), "deep_gemm") for i in parts]
+    same_rows = all(torch.equal(a, got[i]) for a, i in zip(alone, parts, strict=True))
+    return error.item(), torch.equal(got.isfinite(), seen), same_rows
