@@ -313,11 +313,6 @@ class ModelConfig:
         return replace(self, **(changes | fields_))
 
     @property
-    def head_scale(self) -> float:
-        """Factor on attention scores; YaRN does not change it."""
-        return self.head_dim**-0.5
-
-    @property
     def layer_ratios(self) -> tuple[int, ...]:
         """Compression ratio of every backbone layer."""
         return self.compress_ratios[: self.num_hidden_layers]

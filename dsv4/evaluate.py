@@ -10,13 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .inputs import check_token_ids
-from .ops.shapes import BLOCK_TOKENS
 from .runner import Runner, Sequence
-
-
-def blocks_for(num_tokens: int) -> int:
-    """Logical 256-token blocks that hold ``num_tokens`` tokens."""
-    return -(-num_tokens // BLOCK_TOKENS)
 
 
 def check_prompt(runner: Runner, token_ids: Rows[int], subject: str) -> None:

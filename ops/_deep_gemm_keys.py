@@ -174,12 +174,3 @@ def keys_for(n: int, k: int, max_rows: int, num_sms: int) -> dict[Key, int]:
     for m in row_classes(max_rows):
         found.setdefault(gemm(m, n, k, num_sms), m)
     return found
-
-
-@functools.lru_cache(maxsize=256)
-def grouped_keys_for(n: int, k: int, groups: int, max_rows: int, num_sms: int) -> dict[Key, int]:
-    """The same for :func:`grouped_gemm`; rows are multiples of 128."""
-    found: dict[Key, int] = {}
-    for m in range(GROUP_ROWS, max_rows + 1, GROUP_ROWS):
-        found.setdefault(grouped_gemm(m, n, k, groups, num_sms), m)
-    return found

@@ -15,10 +15,10 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from dsv4 import ops
 from dsv4.caches import allocate_caches
 from dsv4.config import ModelConfig
-from dsv4.evaluate import blocks_for
 from dsv4.execution import Execution
 from dsv4.model import DeepseekV4
 from dsv4.ops import _routing
+from dsv4.ops.shapes import BLOCK_TOKENS
 from dsv4.runner import Runner, Sequence
 from dsv4.weights import Weights, meta_weights
 
@@ -169,7 +169,7 @@ def build(config: ModelConfig, weights: Weights) -> DeepseekV4:
 
 def run_ours(model: DeepseekV4, token_ids: list[int], chunks: tuple[int, ...] | None = None) -> Result:
     """Prefill in ``chunks`` (rows per step, repeated; default: in one go), all logits."""
-    blocks = blocks_for(len(token_ids))
+    blocks = -(-len(token_ids) // BLOCK_TOKENS)
     caches = allocate_caches(
         model.config, model.execution, num_blocks=blocks, num_window_pages=2 * blocks, num_slots=1, storage="fp32"
     )

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 from dataclasses import MISSING, FrozenInstanceError, fields
 from pathlib import Path
 
@@ -43,7 +42,6 @@ def test_published_models():
     assert [pro.layer_ratios.count(ratio) for ratio in (0, 4, 128)] == [0, 30, 31]
     assert flash.mtp_ratio == pro.mtp_ratio == 0
     assert [i for i in range(43) if flash.is_hash_layer(i)] == [0, 1, 2]
-    assert flash.head_scale == pytest.approx(1 / math.sqrt(512), rel=1e-15)
 
 
 def test_committed_files_are_the_builtin_configs():

@@ -94,11 +94,6 @@ def test_the_enumeration_covers_every_row_count(size):
     assert keys.keys_for(*size, 0, SMS) == {}
 
 
-def test_groups_are_enumerated_in_runs():
-    found = keys.grouped_keys_for(4096, 2048, 16, 10_000, SMS)
-    assert {keys.grouped_gemm(m, 4096, 2048, 16, SMS) for m in range(128, 10_001, 128)} == set(found)
-
-
 def test_the_number_of_keys_of_flash():
     """Sizes are run-time arguments, so matrices share keys: far fewer than the sum."""
     each = [keys.keys_for(*size, 8192, SMS) for size in matrices(flash)]
