@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from . import _deep_gemm_keys as keys, _runtime
+from ._aligned import aligned
 from ._backends import REMEDIES
 
 RELEASE = "2.5.0.post20260604"
@@ -81,12 +82,6 @@ def column_major(scales: torch.Tensor) -> torch.Tensor:
     return out.copy_(scales)
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a copy if it is strided or starts off a 16-byte boundary, which TMA refuses."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
 def fits(out_features: int, in_features: int) -> bool:
     """Whether a weight ``[out_features, in_features]`` suits: whole scale blocks of K, and TMA rows of the result."""
     return in_features % keys.BLOCK == 0 and out_features % 8 == 0 and in_features > 0 and out_features > 0
@@ -110,7 +105,7 @@ def gemm_nt(
     if x.shape[0] == 0:
         return
     key = keys.gemm(x.shape[0], *weight.shape, num_sms())
-    operands = (_aligned(x), column_major(x_scale)), (_aligned(weight), _aligned(weight_scale))
+    operands = (aligned(x), column_major(x_scale)), (aligned(weight), aligned(weight_scale))
     _call(key, x.device, "fp8_gemm_nt", *operands, out, recipe=_RECIPE, compiled_dims="")
 
 
@@ -141,7 +136,7 @@ def m_grouped_gemm_nt_contiguous(
         return
     num_groups, *size = weight.shape
     key = keys.grouped_gemm(x.shape[0], *size, num_groups, num_sms())
-    operands = (_aligned(x), column_major(x_scale)), (_aligned(weight), _aligned(weight_scale))
+    operands = (aligned(x), column_major(x_scale)), (aligned(weight), aligned(weight_scale))
     name = "m_grouped_fp8_gemm_nt_contiguous"
     _call(key, x.device, name, *operands, out, groups, recipe=_RECIPE, compiled_dims="")
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from . import _matmul_tiles as tiles
+from ._aligned import aligned
 from ._triton import launch
 
 ROWS = 16  # most rows; a tile always has all of them
@@ -136,7 +137,7 @@ def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """``out [T, N] = x [T, K] @ weight[N, K].T``, bf16 operands, fp32 accumulation, rounded once."""
     options = _options(x, 0)
     launch(
-        _key(x, out.dtype, options), _few_rows, (_grid(x, weight),), tiles.aligned(x), tiles.aligned(weight), out,
+        _key(x, out.dtype, options), _few_rows, (_grid(x, weight),), aligned(x), aligned(weight), out,
         x.shape[0], x.shape[1] // options["unit"], weight.shape[0], **options,
     )  # fmt: skip
 
@@ -151,7 +152,7 @@ def run_fp8(
 ) -> None:
     """The same of e4m3 codes with block scales; arguments as those of ``fp8_linear_kernel.run``."""
     options = _options(x, half)
-    tensors = [tiles.aligned(t) for t in (x, x_scale, weight, weight_scale)]
+    tensors = [aligned(t) for t in (x, x_scale, weight, weight_scale)]
     launch(
         _key(x, out.dtype, options), _few_rows_fp8, (_grid(x, weight),), *tensors, out, x.shape[0],
         x.shape[1] // options["unit"], weight.shape[0], half, **options,

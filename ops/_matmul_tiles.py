@@ -1,10 +1,10 @@
 """Tiles of the matrix products ``x @ weight.T``, shared by every kernel that has one.
 
 A program owns ``[outs, tokens]`` of the TRANSPOSED result: weight rows are the M side of the tensor-core product and
-tokens the N side. The M side is at least 64 on Hopper and Blackwell, the N side may be 16, so few tokens cost little and
-every size runs the same instruction. Only the token tile varies with the number of rows; the order in which a row's
+tokens the N side. The M side is at least 64 on Hopper and Blackwell, the N side may be 16, so few tokens cost little
+and every size runs the same instruction. Only the token tile varies with the number of rows; the order in which a row's
 products are summed does not: it runs over K in steps of one constant length. A row's result is therefore the same
-alone and in any batch, and ``deterministic`` changes nothing.
+alone and in any batch.
 """
 
 import torch
@@ -30,12 +30,6 @@ def sample_counts(max_tokens: int) -> tuple[int, ...]:
 def width_unit(width: int, step: int) -> int:
     """Largest of ``step``, 16 and 1 that divides ``width``: what a kernel may assume of a row's length."""
     return step if width % step == 0 else 16 if width % 16 == 0 else 1
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a copy if it is strided or starts off a 16-byte boundary, where Triton compiles another binary."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 @triton.jit
@@ -74,7 +68,7 @@ def multiply(weight, x, total):
 
 
 def fp8_options(tile: int) -> dict[str, int]:
-    """Tile sizes, warps and stages of an FP8 product: K advances one block of 128 codes, which has one scale, a step."""
+    """Tile sizes, warps and stages of an FP8 product: a step of K is one block of 128 codes, which has one scale."""
     warps, stages = {16: (4, 6), 64: (4, 4), 128: (8, 4)}[tile]
     return {"outs": OUTS[tile], "tokens": tile, "step": 128, "num_warps": warps, "num_stages": stages}
 

@@ -61,7 +61,7 @@ def launch(key: _runtime.Key, build: Build, grid: tuple[int, ...], *args: Any) -
         key: names the specialisation: everything that ``build`` depends on.
         build: returns the program; called at most once per key, architecture and process.
         grid: numbers of rows and the like of which none may be zero; the kernel computes its own grid.
-        args: tensors, contiguous and on a boundary of 16 bytes (:func:`aligned`), and scalars.
+        args: tensors, contiguous and on a boundary of 16 bytes (``_aligned``), and scalars.
 
     Raises:
         ColdKernelError: the key is cold while the stream is being captured.
@@ -106,13 +106,6 @@ def architecture(device: torch.device) -> str:
     """Compiler's name of the device's architecture, with the instructions that only it has."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself if it is contiguous and begins on a boundary of 16 bytes, else a copy that does."""
-    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from . import _few_rows_kernel as few_rows, _matmul_tiles as tiles
+from ._aligned import aligned
 from ._triton import launch
 
 
@@ -107,7 +108,7 @@ def run(
     options = _options(x, weight, half)
     grid = triton.cdiv(num_tokens, options["tokens"]) * triton.cdiv(weight.shape[0], options["outs"])
     launch(
-        _key(out.dtype, options), _fp8_linear, (grid,), tiles.aligned(x), tiles.aligned(x_scale),
-        tiles.aligned(weight), tiles.aligned(weight_scale), out, num_tokens, width // options["unit"],
+        _key(out.dtype, options), _fp8_linear, (grid,), aligned(x), aligned(x_scale),
+        aligned(weight), aligned(weight_scale), out, num_tokens, width // options["unit"],
         weight.shape[0] // options["out_unit"], half, group=tiles.GROUP, **options,
     )  # fmt: skip

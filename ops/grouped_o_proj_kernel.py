@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from . import _matmul_tiles as tiles
+from ._aligned import aligned
 from ._triton import dtype_key, launch
 
 
@@ -98,7 +99,7 @@ def run(
     options = _options(o, rope_table.shape[1], weight)
     grid = triton.cdiv(num_tokens, options["tokens"]) * triton.cdiv(rank, options["outs"])
     launch(
-        _key(o, weight, options), _grouped_o_proj, (grid, groups), tiles.aligned(o), tiles.aligned(rope_table),
-        tiles.aligned(positions), tiles.aligned(weight), out, num_tokens, rope_table.shape[0], groups,
+        _key(o, weight, options), _grouped_o_proj, (grid, groups), aligned(o), aligned(rope_table),
+        aligned(positions), aligned(weight), out, num_tokens, rope_table.shape[0], groups,
         group=tiles.GROUP, **options,
     )  # fmt: skip

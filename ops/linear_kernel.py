@@ -1,10 +1,11 @@
-"""Dense product ``x @ weight.T``: tiles, their order and arithmetic are those of ``_matmul_tiles``, or ``_few_rows_kernel``."""
+"""Dense product ``x @ weight.T``; tiles, their order and arithmetic as in ``_matmul_tiles`` or ``_few_rows_kernel``."""
 
 import torch
 import triton
 import triton.language as tl
 
 from . import _few_rows_kernel as few_rows, _matmul_tiles as tiles
+from ._aligned import aligned
 from ._triton import dtype_key, launch
 
 
@@ -66,6 +67,6 @@ def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, determinist
     options = _options(x, weight)
     grid = triton.cdiv(num_tokens, options["tokens"]) * triton.cdiv(weight.shape[0], options["outs"])
     launch(
-        _key(x, weight, out.dtype, options), _linear, (grid,), tiles.aligned(x), tiles.aligned(weight), out, num_tokens,
+        _key(x, weight, out.dtype, options), _linear, (grid,), aligned(x), aligned(weight), out, num_tokens,
         width // options["unit"], weight.shape[0] // options["out_unit"], group=tiles.GROUP, **options,
     )  # fmt: skip

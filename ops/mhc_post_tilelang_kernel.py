@@ -9,7 +9,8 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from ._tilelang import Program, aligned, launch
+from ._aligned import aligned
+from ._tilelang import Program, launch
 from ._triton import dtype_key
 
 NUM_STREAMS = 4

@@ -10,9 +10,10 @@ from collections.abc import Callable
 import torch
 
 from . import _mhc, _mhc_finish_tilelang_kernel, _mhc_products_tilelang_kernel, mhc_post_tilelang_kernel
+from ._aligned import aligned
 from ._registry import Arguments, PrewarmCase
 from ._runtime import Key
-from ._tilelang import aligned, launch
+from ._tilelang import launch
 from ._triton import dtype_key
 from .mhc_post_tilelang_kernel import check
 from .shapes import Shape

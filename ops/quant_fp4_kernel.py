@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._matmul_tiles import aligned
+from ._aligned import aligned
 from ._triton import dtype_key, launch
 
 _GROUP = 32

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._matmul_tiles import aligned
+from ._aligned import aligned
 from ._quant_kernel import quantize_fp8_rows
 from ._triton import dtype_key, launch
 

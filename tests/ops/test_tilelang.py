@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsv4.ops import _runtime, _tilelang
+from dsv4.ops._aligned import aligned
 
 
 class Kernels:
@@ -127,7 +128,7 @@ def test_recorded_launches_do_not_run(kernels):
 
 def test_aligned_copies_only_what_must_be_copied():
     x = torch.randn(4, 8)
-    assert _tilelang.aligned(x) is x
+    assert aligned(x) is x
     for odd in (x.flatten()[1:5], x[:, ::2], x.t()):
-        copy = _tilelang.aligned(odd)
+        copy = aligned(odd)
         assert torch.equal(copy, odd) and copy.is_contiguous() and copy.data_ptr() % 16 == 0
