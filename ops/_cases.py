@@ -1,4 +1,4 @@
-"""What the ``cuda_cases`` of several ops share: the cache formats that a bf16 model can have, and caches to warm with."""
+"""What the ``cuda_cases`` of several ops share: cache formats that a bf16 model can have, and caches to warm with."""
 
 import torch
 

@@ -1,8 +1,8 @@
 """Device functions that kernels share: rounding, RoPE, FP8 and FP4 blocks, the Hadamard rotation, rows of paged caches.
 
-Tiles are fp32 ``[n, width]`` with ``width = tile_width(dim)``; columns from ``dim`` on are zero. Everything is a function
-of the row alone, and rounds where ``_formats``, ``_rope`` and ``_paged`` round. ``page``, ``row`` and ``keep`` of a
-cache row are ``[n, 1]``, or scalars for a tile of one row.
+Tiles are fp32 ``[n, width]`` with ``width = tile_width(dim)``; columns from ``dim`` on are zero. Everything is a
+function of the row alone, and rounds where ``_formats``, ``_rope`` and ``_paged`` round. ``page``, ``row`` and ``keep``
+of a cache row are ``[n, 1]``, or scalars for a tile of one row.
 """
 
 import torch

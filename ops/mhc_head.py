@@ -11,7 +11,7 @@ Source: hc_head and the final norm of the official inference code; Xie et al., m
 
 import torch
 
-from . import _mhc, _mhc_kernels, _rows
+from . import _mhc, _mhc_dispatch, _rows
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
@@ -79,7 +79,7 @@ def cuda(
 ) -> torch.Tensor:
     out = _alloc(streams, fn, scale, base, norm_weight)
     partials = _mhc.alloc_partials(streams, fn.shape[0], deterministic=deterministic)
-    _mhc_kernels.pre(
+    _mhc_dispatch.pre(
         streams, fn, scale, base, norm_weight, partials, out, None, eps=eps, hc_eps=hc_eps, sinkhorn_iters=0
     )
     return out
@@ -91,7 +91,7 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
     def arguments() -> Arguments:
         return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
 
-    return _mhc_kernels.pre_cases("mhc_head", shape, shape.num_streams, arguments)
+    return _mhc_dispatch.pre_cases("mhc_head", shape, shape.num_streams, arguments)
 
 
 mhc_head = register(

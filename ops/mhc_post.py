@@ -10,7 +10,7 @@ Source: hc_post of the official inference code; Xie et al., mHC, 2025.
 
 import torch
 
-from . import _mhc, _mhc_kernels
+from . import _mhc, _mhc_dispatch
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
@@ -36,7 +36,7 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
 
 def cuda(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     out = _mhc.alloc_post("mhc_post", y, streams, post, comb)
-    _mhc_kernels.post(y, streams, post, comb, out)
+    _mhc_dispatch.post(y, streams, post, comb, out)
     return out
 
 
@@ -46,7 +46,7 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
     def arguments() -> Arguments:
         return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
 
-    return _mhc_kernels.post_cases("mhc_post", shape, arguments)
+    return _mhc_dispatch.post_cases("mhc_post", shape, arguments)
 
 
 mhc_post = register(

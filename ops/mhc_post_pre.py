@@ -9,7 +9,7 @@ Source: hc_post and hc_pre of the official inference code; Xie et al., mHC, 2025
 
 import torch
 
-from . import _mhc, _mhc_kernels
+from . import _mhc, _mhc_dispatch
 from ._registry import Arguments, PrewarmCase, register
 from .mhc_post import example as post_example
 from .mhc_pre import example as pre_example
@@ -109,7 +109,7 @@ def cuda(
 ) -> Outputs:
     new_streams, x, next_post, next_comb = _alloc(y, streams, post, comb, fn, scale, base, norm_weight, sinkhorn_iters)
     partials = _mhc.alloc_partials(streams, fn.shape[0], deterministic=deterministic)
-    _mhc_kernels.post_pre(
+    _mhc_dispatch.post_pre(
         y,
         streams,
         post,
@@ -136,7 +136,7 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
         return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
 
     outputs = (2 + shape.num_streams) * shape.num_streams
-    return _mhc_kernels.post_pre_cases("mhc_post_pre", shape, outputs, arguments)
+    return _mhc_dispatch.post_pre_cases("mhc_post_pre", shape, outputs, arguments)
 
 
 mhc_post_pre = register(

@@ -15,7 +15,7 @@ Source: hc_pre and the block norms of the official inference code; Xie et al., m
 
 import torch
 
-from . import _mhc, _mhc_kernels
+from . import _mhc, _mhc_dispatch
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
@@ -90,7 +90,7 @@ def cuda(
 ) -> Outputs:
     x, post, comb = _mhc.alloc_pre("mhc_pre", streams, fn, scale, base, norm_weight, sinkhorn_iters)
     partials = _mhc.alloc_partials(streams, fn.shape[0], deterministic=deterministic)
-    _mhc_kernels.pre(
+    _mhc_dispatch.pre(
         streams,
         fn,
         scale,
@@ -112,7 +112,7 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
     def arguments() -> Arguments:
         return example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
 
-    return _mhc_kernels.pre_cases("mhc_pre", shape, (2 + shape.num_streams) * shape.num_streams, arguments)
+    return _mhc_dispatch.pre_cases("mhc_pre", shape, (2 + shape.num_streams) * shape.num_streams, arguments)
 
 
 mhc_pre = register(
