@@ -25,8 +25,8 @@ from .graphs.jit_monitor import Counter, JitMonitor
 from .graphs.prewarm import PrewarmReport, prewarm
 from .model import DeepseekV4
 from .ops import PrewarmCase, _backends, _runtime
-from .ops._deep_gemm_compile import calls_for
 from .ops._jit_libraries import NAMES
+from .ops.fp8_linear import deep_gemm_calls
 from .ops.shapes import Shape
 from .prewarm_progress import prewarm_progress
 
@@ -142,7 +142,7 @@ def _compile_deep_gemm(shape: Shape, settings: EngineConfig) -> None:
     """Compile in processes what the prewarm then only loads: one process compiles one DeepGEMM kernel at a time."""
     started = time.perf_counter()
     added = compile_ahead(
-        calls_for(shape, settings.max_rows),
+        deep_gemm_calls(shape, settings.max_rows),
         lambda calls: ["-m", "dsv4.ops._deep_gemm_compile", settings.device, json.dumps(calls)],
         deep_gemm_cache(),
         lock=default_compile_cache().parent / "locks" / "deep_gemm.lock",

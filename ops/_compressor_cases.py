@@ -9,10 +9,10 @@ import torch
 from . import _cases, _compressor
 from ._example_rows import ExampleRows, example_rows
 from ._registry import Arguments, PrewarmCase
+from ._runtime import Key
 from .shapes import BLOCK_TOKENS, Shape
 
 NUM_ROWS = 4
-Key = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)

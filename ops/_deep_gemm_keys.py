@@ -14,7 +14,7 @@ import functools
 import struct
 from dataclasses import dataclass
 
-Key = tuple[str | int, ...]
+from ._runtime import Key
 
 BLOCK = 128  # K per tile and per scale
 GROUP_ROWS = 128  # rows of a grouped product that must share a group; also its row block

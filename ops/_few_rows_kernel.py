@@ -13,6 +13,7 @@ import triton.language as tl
 
 from . import _matmul_tiles as tiles
 from ._aligned import aligned
+from ._runtime import Key
 from ._triton import launch
 
 ROWS = 16  # most rows; a tile always has all of them
@@ -71,8 +72,7 @@ def _few_rows_fp8(
     x_scale_tile = x_scale_ptr + tl.arange(0, tokens)[None, :] * blocks + part[:, None]
     if halves:  # each half of the rows has its own blocks, and a tile may have rows of several
         place = (first_out + tl.arange(0, outs)).to(tl.int32)
-        block = tl.where(place >= half, (place - half) // step + tl.cdiv(half, step), place // step)
-        scale_tile = weight_scale_ptr + (block * blocks)[None, :] + part[:, None]
+        scale_tile = weight_scale_ptr + (tiles.row_block(place, half, step) * blocks)[None, :] + part[:, None]
         scale_inside = (place < num_outs)[None, :]
     else:
         scale_tile = weight_scale_ptr + first_out // step * blocks + part[:, None]
@@ -123,12 +123,12 @@ def _options(x: torch.Tensor, half: int) -> dict[str, int]:
     return options if x.dtype == torch.bfloat16 else options | {"halves": half % step != 0}
 
 
-def _key(x: torch.Tensor, dtype: torch.dtype, options: dict[str, int]) -> tuple[str | int, ...]:
+def _key(x: torch.Tensor, dtype: torch.dtype, options: dict[str, int]) -> Key:
     name = "few_rows" if x.dtype == torch.bfloat16 else "few_rows_fp8"
     return (name, options["unit"], int(options.get("halves", 0)), str(dtype).removeprefix("torch."))
 
 
-def key(x: torch.Tensor, dtype: torch.dtype, half: int = 0) -> tuple[str | int, ...]:
+def key(x: torch.Tensor, dtype: torch.dtype, half: int = 0) -> Key:
     """What the launch for ``x``, this result dtype and ``half`` (see ``fp8_linear_kernel.run``) is specialised on."""
     return _key(x, dtype, _options(x, half))
 

@@ -44,6 +44,12 @@ def place(tile, num_outs, num_tokens, outs: tl.constexpr, tokens: tl.constexpr, 
 
 
 @triton.jit
+def row_block(row, half, step: tl.constexpr):
+    """Block of scales of weight row ``row`` in two stacked matrices, the first of ``half`` rows; each has its own."""
+    return tl.where(row >= half, (row - half) // step + tl.cdiv(half, step), row // step)
+
+
+@triton.jit
 def multiply(weight, x, total):
     """``total + weight @ x.T`` for tiles ``weight [outs, k]`` and ``x [tokens, k]`` with fp32 accumulation.
 

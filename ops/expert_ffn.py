@@ -16,8 +16,9 @@ Source: MoE and Expert of the official inference code.
 import torch
 
 from . import _backends, _experts
-from ._formats import encode_e8m0, pack_fp4, quantize_fp4
+from ._formats import ACTIVATION_BLOCK, FP4_BLOCK, WEIGHT_BLOCK, encode_e8m0, pack_fp4, quantize_fp4
 from ._registry import Arguments, PrewarmCase, register
+from ._runtime import Key
 from .quant_fp8 import reference as quant_fp8
 from .shapes import Shape
 
@@ -170,7 +171,7 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
     """
     from . import _expert_blocks_kernel, expert_ffn_kernel
 
-    cases: dict[tuple[str | int, ...], PrewarmCase] = {}
+    cases: dict[Key, PrewarmCase] = {}
     for dtype in (_experts.FP4, _experts.FP8, torch.bfloat16):
         if _by_deep_gemm(dtype, shape.hidden, shape.expert_hidden):
             if shape.expert_dtype == "fp8":
@@ -194,7 +195,7 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
     return tuple(cases.values())
 
 
-def _deep_gemm_cases(shape: Shape, device: torch.device, max_tokens: int) -> dict[tuple[str | int, ...], PrewarmCase]:
+def _deep_gemm_cases(shape: Shape, device: torch.device, max_tokens: int) -> dict[Key, PrewarmCase]:
     """FP8 experts through DeepGEMM: its keys by the fewest rows that need them, and our kernels around it."""
     from . import _deep_gemm, _expert_blocks_kernel, expert_ffn_deep_gemm_kernel as kernel
 
@@ -217,13 +218,13 @@ def _blank(shape: Shape, dtype: torch.dtype, num_tokens: int, device: torch.devi
     ids = torch.zeros(num_tokens, topk, dtype=torch.int32, device=device)
     scaled = dtype in (_experts.FP4, _experts.FP8)
     x = torch.zeros(num_tokens, hidden, dtype=_experts.FP8 if scaled else dtype, device=device)
-    x_scale = torch.ones(num_tokens, -(-hidden // 128) if scaled else 0, device=device)
+    x_scale = torch.ones(num_tokens, -(-hidden // ACTIVATION_BLOCK) if scaled else 0, device=device)
     weights = []
     for lead, rows, cols in ((2, inner, hidden), (1, hidden, inner)):
         if dtype == _experts.FP4:
-            sizes = (lead * rows, cols // 2), (lead * rows, cols // 32)
+            sizes = (lead * rows, cols // 2), (lead * rows, cols // FP4_BLOCK)
         else:
-            sizes = (lead * rows, cols), (lead * -(-rows // 128), -(-cols // 128))
+            sizes = (lead * rows, cols), (lead * -(-rows // WEIGHT_BLOCK), -(-cols // WEIGHT_BLOCK))
         weights.append(torch.zeros(1, *sizes[0], dtype=dtype, device=device))
         scale = torch.zeros(1, *sizes[1], dtype=dtype if dtype == _experts.FP4 else torch.float32, device=device)
         weights.append(scale if scaled else torch.empty(0, device=device))

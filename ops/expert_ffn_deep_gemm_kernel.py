@@ -21,15 +21,15 @@ import triton.language as tl
 from . import _deep_gemm, _deep_gemm_keys, _expert_blocks_kernel
 from ._quant_kernel import quantize_fp8_rows
 from ._registry import Arguments
+from ._runtime import Key
 from ._triton import launch
 from .shapes import Shape
 
-_GROUP = tl.constexpr(128)  # columns per scale
-_RUN = tl.constexpr(128)  # slots per block
-RUN_ROWS = _deep_gemm_keys.GROUP_ROWS
+RUN_ROWS, BLOCK = _deep_gemm_keys.GROUP_ROWS, _deep_gemm_keys.BLOCK
+_RUN = tl.constexpr(RUN_ROWS)  # slots per block
+_GROUP = tl.constexpr(BLOCK)  # columns per scale
 _ROWS = 32  # slots per program: their scales of one group are a whole line
 _COLUMNS = 512
-Key = tuple[str | int, ...]
 
 
 @triton.jit(do_not_specialize=["capacity"], do_not_specialize_on_alignment=["x_scale_ptr"])
@@ -101,7 +101,7 @@ def _sum_places(
 
 def fits(hidden: int, inner: int) -> bool:
     """Whether experts of these sizes suit: whole scale blocks, also where the up rows of w13 begin."""
-    return inner % RUN_ROWS == 0 and _deep_gemm.fits(2 * inner, hidden) and _deep_gemm.fits(hidden, inner)
+    return inner % BLOCK == 0 and _deep_gemm.fits(2 * inner, hidden) and _deep_gemm.fits(hidden, inner)
 
 
 def capacity(num_tokens: int, topk: int, experts: int) -> int:
@@ -174,7 +174,7 @@ def run(
     hidden_rows = torch.empty(size, inner, dtype=x.dtype, device=x.device)
     hidden_scales = _scales(size, inner, x.device)
     launch(
-        key["activate"], _activate, (programs, inner // RUN_ROWS),
+        key["activate"], _activate, (programs, inner // BLOCK),
         gate_up, slots, owner, weights, hidden_rows, hidden_scales, size, limit,
         inner=inner, rows=_ROWS, num_warps=4,
     )  # fmt: skip
@@ -191,7 +191,7 @@ def run(
 
 
 def _scales(size: int, cols: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(cols // RUN_ROWS, size, dtype=torch.float32, device=device)
+    return torch.empty(cols // BLOCK, size, dtype=torch.float32, device=device)
 
 
 # ---- prewarm ---------------------------------------------------------------------------------------------------------
@@ -215,10 +215,10 @@ def arguments(shape: Shape, num_tokens: int, device: torch.device) -> Arguments:
     hidden, inner, experts = shape.hidden, shape.expert_hidden, shape.num_experts
     ids = torch.full((num_tokens, shape.experts_per_token), -1, dtype=torch.int32, device=device)
     x = torch.zeros(num_tokens, hidden, dtype=torch.float8_e4m3fn, device=device)
-    x_scale = torch.ones(num_tokens, hidden // RUN_ROWS, device=device)
+    x_scale = torch.ones(num_tokens, hidden // BLOCK, device=device)
     weights = []
     for rows, cols in ((2 * inner, hidden), (hidden, inner)):
         weights.append(_blank((experts, rows, cols), device))
-        weights.append(torch.ones(experts, -(-rows // RUN_ROWS), cols // RUN_ROWS, device=device))
+        weights.append(torch.ones(experts, -(-rows // BLOCK), cols // BLOCK, device=device))
     tensors = (x, x_scale, ids, torch.ones(ids.shape, device=device), *weights)
     return tensors, {"limit": shape.swiglu_limit, "deterministic": False}

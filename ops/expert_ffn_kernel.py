@@ -23,6 +23,7 @@ import triton.language as tl
 
 from . import _expert_blocks_kernel
 from ._fp4_kernel import e2m1, e8m0, spoil
+from ._runtime import Key
 from ._triton import dtype_key, launch
 
 _FP8_MAX = tl.constexpr(448.0)
@@ -263,7 +264,6 @@ def _sum_parts(parts_ptr, ids_ptr, out_ptr, experts, hidden: tl.constexpr, topk:
 
 _FORMATS = {torch.uint8: "fp4", torch.float8_e4m3fn: "fp8"}
 _COLUMNS = 1024
-Key = tuple[str | int, ...]
 
 
 def _format(x: torch.Tensor, weight: torch.Tensor) -> str:

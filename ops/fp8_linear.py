@@ -142,15 +142,23 @@ def most_rows(shape: Shape, size: tuple[int, int], max_tokens: int) -> int:
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
     """What bf16 results can need, of either library, for up to ``max_tokens`` rows."""
     cases: dict[Key, PrewarmCase] = {}
+    if _backends.backend("gemm") == "deep_gemm":
+        cases |= {k: _case(k, *call, False, device) for k, call in deep_gemm_calls(shape, max_tokens).items()}
     for size in matrices(shape):
-        rows = most_rows(shape, size, max_tokens)
-        if _by_deep_gemm(size, torch.bfloat16):
-            for key, count in _deep_gemm.keys.keys_for(*size, rows, _deep_gemm.num_sms()).items():
-                cases.setdefault(key, _case(key, count, *size, False, device))
-            continue
-        for key, *call in _triton_keys(*size, rows):
-            cases.setdefault(key, _case(key, *call, device))
+        if not _by_deep_gemm(size, torch.bfloat16):
+            for key, *call in _triton_keys(*size, most_rows(shape, size, max_tokens)):
+                cases.setdefault(key, _case(key, *call, device))
     return tuple(cases.values())
+
+
+def deep_gemm_calls(shape: Shape, max_tokens: int) -> dict[Key, tuple[int, int, int]]:
+    """By key of a DeepGEMM kernel that a step of ``max_tokens`` tokens can need: rows, ``out`` and ``in`` of a call."""
+    found: dict[Key, tuple[int, int, int]] = {}
+    for size in filter(lambda size: _deep_gemm.fits(*size), matrices(shape)):
+        most = most_rows(shape, size, max_tokens)
+        for key, rows in _deep_gemm.keys.keys_for(*size, most, _deep_gemm.num_sms()).items():
+            found.setdefault(key, (rows, *size))
+    return found
 
 
 def _triton_keys(outs: int, width: int, max_rows: int) -> Iterator[tuple[Key, int, int, int, bool]]:

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from . import _few_rows_kernel as few_rows, _matmul_tiles as tiles
 from ._aligned import aligned
+from ._runtime import Key
 from ._triton import launch
 
 
@@ -33,9 +34,7 @@ def _fp8_linear(
     x_scale_tile = x_scale_ptr + (first_token + token) * blocks
     if halves:  # each half of the rows has its own blocks
         row = (first_out + out).to(tl.int32)
-        below = row >= half
-        row_block = tl.where(below, (row - half) // step + tl.cdiv(half, step), row // step)
-        scale_tile = weight_scale_ptr + (row_block * blocks)[:, None]
+        scale_tile = weight_scale_ptr + (tiles.row_block(row, half, step) * blocks)[:, None]
         scale_inside = out_inside[:, None]
     else:
         scale_tile = weight_scale_ptr + first_out // step * blocks
@@ -70,14 +69,12 @@ def _options(x: torch.Tensor, weight: torch.Tensor, half: int) -> dict[str, int]
     return units | {"halves": half % options["step"] != 0} | options
 
 
-def _key(dtype: torch.dtype, options: dict[str, int]) -> tuple[str | int, ...]:
+def _key(dtype: torch.dtype, options: dict[str, int]) -> Key:
     picked = (options["tokens"], options["unit"], options["out_unit"], int(options["halves"]))
     return ("fp8_linear", *picked, str(dtype).removeprefix("torch."))
 
 
-def key(
-    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, half: int = 0, *, deterministic: bool
-) -> tuple[str | int, ...]:
+def key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, half: int = 0, *, deterministic: bool) -> Key:
     """What the launch for these tensors, this result dtype and ``half`` (see :func:`run`) is specialised on."""
     if few_rows.serves(x, weight, deterministic=deterministic):
         return few_rows.key(x, dtype, half)

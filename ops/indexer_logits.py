@@ -141,7 +141,7 @@ def cuda(
     dtype: torch.dtype,
     deterministic: bool,
 ) -> torch.Tensor:
-    """Every row is a product of its own, whoever shares its keys: ``deterministic`` changes nothing."""
+    """Every row is a product of its own, whoever shares its keys; ``deterministic`` only rules out DeepGEMM."""
     scores = _alloc(q, weights, cache, block_tables, ratio, dtype)
     rows = positions, row_requests, block_tables
     bound = {"max_bytes": TEMPORARY_BYTES}

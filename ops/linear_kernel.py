@@ -6,6 +6,7 @@ import triton.language as tl
 
 from . import _few_rows_kernel as few_rows, _matmul_tiles as tiles
 from ._aligned import aligned
+from ._runtime import Key
 from ._triton import dtype_key, launch
 
 
@@ -47,12 +48,12 @@ def _options(x: torch.Tensor, weight: torch.Tensor) -> dict[str, int]:
     return units | options
 
 
-def _key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, options: dict[str, int]) -> tuple[str | int, ...]:
+def _key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, options: dict[str, int]) -> Key:
     picked = (options["tokens"], options["unit"], options["out_unit"])
     return ("linear", *picked, *dtype_key(x, weight), str(dtype).removeprefix("torch."))
 
 
-def key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, *, deterministic: bool) -> tuple[str | int, ...]:
+def key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, *, deterministic: bool) -> Key:
     """What the launch for these tensors and this result dtype is specialised on."""
     if few_rows.serves(x, weight, deterministic=deterministic):
         return few_rows.key(x, dtype)

@@ -7,9 +7,10 @@ reads it once and writes the operand of the second product.
 import torch
 
 from . import _swiglu_kernel, fp8_linear_kernel, linear_kernel
+from ._formats import ACTIVATION_BLOCK
+from ._runtime import Key
 
 FP8 = torch.float8_e4m3fn
-Key = tuple[str | int, ...]
 
 
 def _act(x: torch.Tensor) -> torch.dtype:
@@ -23,7 +24,7 @@ def _middle(x: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     fp8 = w2.dtype == FP8
     gate_up = torch.empty(rows, 2 * inner, dtype=_act(x), device=x.device)
     hidden = torch.empty(rows, inner, dtype=FP8 if fp8 else _act(x), device=x.device)
-    scale = torch.empty((rows, -(-inner // 128)) if fp8 else 0, dtype=torch.float32, device=x.device)
+    scale = torch.empty((rows, -(-inner // ACTIVATION_BLOCK)) if fp8 else 0, dtype=torch.float32, device=x.device)
     return gate_up, hidden, scale
 
 

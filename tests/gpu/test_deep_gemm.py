@@ -5,8 +5,7 @@ import pytest
 from dsv4.graphs import deep_gemm_cache
 from dsv4.graphs.deep_gemm_cache import KeyModelError
 from dsv4.ops import _runtime
-from dsv4.ops._deep_gemm_compile import calls_for
-from dsv4.ops.fp8_linear import matrices
+from dsv4.ops.fp8_linear import deep_gemm_calls, matrices
 from dsv4.ops.shapes import flash, nano
 
 from . import deep_gemm_checks as checks
@@ -32,7 +31,7 @@ def test_results_are_the_references():
 
 @pytest.mark.parametrize("size", matrices(nano)[:2], ids=str)
 def test_rows_do_not_depend_on_their_batch(size):
-    counts = [rows for rows, *other in calls_for(nano, 700).values() if tuple(other) == size]
+    counts = [rows for rows, *other in deep_gemm_calls(nano, 700).values() if tuple(other) == size]
     assert checks.dependent_rows(*size, [*counts, 1, 65, 129, 700]) == []
 
 

@@ -10,7 +10,7 @@ import torch
 
 from dsv4 import ops
 from dsv4.ops import _backends, _deep_gemm, _deep_gemm_compile, _indexer_deep_gemm, _runtime
-from dsv4.ops.fp8_linear import matrices
+from dsv4.ops.fp8_linear import deep_gemm_calls, matrices
 from dsv4.ops.shapes import flash, nano, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -349,7 +349,7 @@ def test_prewarm_cases_are_what_calls_use(library, shape):
 
 def test_other_processes_compile_what_the_cases_need(library):
     cpu = torch.device("cpu")
-    calls = _deep_gemm_compile.calls_for(nano, 300)
+    calls = deep_gemm_calls(nano, 300)
     with _backends.using("gemm", "deep_gemm"):
         cases = ops.spec("fp8_linear").cuda_cases(nano, cpu, 300)
     assert set(calls) == {case.key for case in cases}
