@@ -69,7 +69,7 @@ torch.utils._pytree.register_dataclass(ModelCaches)
 
 
 def ring_rows(ratio: int, max_draft: int) -> int:
-    """Rows of the position-addressed compressor state: the pooled rows plus every row a rejected draft can overwrite."""
+    """Rows of the position-addressed compressor state: the pooled rows and every row a rejected draft can overwrite."""
     pooled = 2 * ratio if ratio == 4 else ratio
     return pooled + -(-(max_draft + 1) // 8) * 8
 

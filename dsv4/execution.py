@@ -64,5 +64,6 @@ class Execution:
         }[self.numerics]
         if storage not in allowed:
             raise ValueError(
-                f"cache storage must be one of {list(allowed)} for {self.numerics} numerics in {self.dtype}, got {storage!r}"
+                f"cache storage must be one of {list(allowed)} for {self.numerics} numerics in {self.dtype}, "
+                f"got {storage!r}"
             )

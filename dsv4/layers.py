@@ -40,7 +40,7 @@ class Buffers(nn.Module):
 
 
 class Activation(Buffers):
-    """Quantises the input of FP8 products once for all its consumers; in ``exact`` numerics the input passes unchanged."""
+    """Quantises the input of FP8 products once for all its consumers; in ``exact`` numerics it passes unchanged."""
 
     def __init__(self, execution: Execution, device: torch.device) -> None:
         super().__init__()
