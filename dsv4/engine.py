@@ -19,7 +19,7 @@ from .engine_config import EngineConfig
 from .inputs import check_token_ids
 from .model import DeepseekV4
 from .ops.shapes import BLOCK_TOKENS
-from .prewarming import warm_loaded
+from .prewarming import check_backends, warm_loaded
 from .prompts import Prompt, encode_prompt
 from .rehearsal import rehearse
 from .runner import Runner
@@ -313,6 +313,7 @@ def _check_settings(config: ModelConfig, settings: EngineConfig) -> None:
     longest = config.max_position_embeddings
     if settings.max_seq_len > longest:
         raise ValueError(f"max_seq_len must be at most max_position_embeddings {longest}, got {settings.max_seq_len}")
+    check_backends(settings)
 
 
 def _completion(state: _Live) -> Completion:

@@ -6,12 +6,11 @@ from typing import Literal, get_args
 import torch
 
 from .execution import CacheStorage, Execution, ExpertWeights, NumericsMode
+from .ops._backends import GemmBackend, MhcBackend
 from .ops.shapes import BLOCK_TOKENS
 
 CompileMode = Literal["off", "piecewise", "full"]
 GraphMode = Literal["off", "piecewise", "full", "auto"]
-MhcBackend = Literal["triton", "tilelang"]
-GemmBackend = Literal["triton", "deep_gemm"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@
 """
 
 import gc
-import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Protocol
@@ -16,7 +15,7 @@ from .engine_config import EngineConfig, GraphMode
 from .graphs.device_graphs import CudaGraphs, DeviceGraphs
 from .graphs.prewarm import PrewarmReport
 from .model import DeepseekV4
-from .ops._jit_libraries import NAMES
+from .ops._jit_libraries import imported_libraries
 from .prewarming import choose_backends, disarm, warm_kernels
 
 
@@ -106,4 +105,4 @@ class CudaHardware:
         torch.cuda.empty_cache()
 
     def jit_libraries(self) -> Mapping[str, ModuleType | str]:
-        return {name: sys.modules.get(name, "not imported in this process") for name in NAMES}
+        return imported_libraries()

@@ -23,9 +23,10 @@ from .execution import ExpertWeights
 from .graphs.deep_gemm_cache import compile_ahead, counter as deep_gemm_counter
 from .graphs.jit_monitor import Counter, JitMonitor
 from .graphs.prewarm import PrewarmReport, prewarm
+from .graphs.ranks import default_group
 from .model import DeepseekV4
 from .ops import PrewarmCase, _backends, _runtime
-from .ops._jit_libraries import NAMES
+from .ops._jit_libraries import NOT_IMPORTED, imported_libraries
 from .ops.fp8_linear import deep_gemm_calls
 from .ops.shapes import Shape
 from .prewarm_progress import prewarm_progress
@@ -36,8 +37,7 @@ LAYER_MODULES = frozenset(f"{__package__}.{name}" for name in ("model", "attenti
 """Modules whose layers the op cases cover."""
 LIBRARIES = ("triton", "tilelang", "deep_gemm", "inductor")
 """Everything that compiles kernels at run time."""
-_NOT_IMPORTED = "not imported in this process"
-_ABSENT = {"deep_gemm": _NOT_IMPORTED, "inductor": "compiles pieces of the model, in a later stage"}
+_ABSENT = {"deep_gemm": NOT_IMPORTED, "inductor": "compiles pieces of the model, in a later stage"}
 PREWARM_TOKENS = 8192
 """Rows of a step for which a model is warmed that no engine serves."""
 
@@ -47,9 +47,17 @@ _unwarmed: dict[Hashable, "weakref.WeakSet[DeepseekV4]"] = {}
 
 def choose_backends(settings: EngineConfig) -> None:
     """Settle which kernels serve this process; see ``dsv4.ops._backends``. On the CPU references serve all ops."""
-    if torch.device(settings.device).type == "cuda":
-        _backends.choose("mhc", settings.mhc_backend)
-        _backends.choose("gemm", settings.gemm_backend)
+    _backends.choose(_asked(settings))
+
+
+def check_backends(settings: EngineConfig) -> None:
+    """Raise what :func:`choose_backends` would raise: an engine asks before it loads weights for minutes."""
+    _backends.check(_asked(settings))
+
+
+def _asked(settings: EngineConfig) -> dict[_backends.Kind, str]:
+    on_gpu = torch.device(settings.device).type == "cuda"
+    return {"mhc": settings.mhc_backend, "gemm": settings.gemm_backend} if on_gpu else {}
 
 
 def prewarm_cases(
@@ -111,7 +119,7 @@ def warm_kernels(
             device=device,
             workers=settings.prewarm_workers,
             progress=show,
-            group=group or _world(),
+            group=group or default_group(),
             store=store,
             monitor=_monitor() if count else None,
             enabled=prewarm_enabled(),
@@ -134,7 +142,7 @@ def warm_loaded(config: ModelConfig, settings: EngineConfig, *, progress: bool =
 def run_case(case: PrewarmCase) -> None:
     """Make the call that compiles and loads one specialisation."""
     args, kwargs = case.arguments()
-    with _runtime.no_first_use():
+    with _runtime.in_prewarm():
         ops.spec(case.op).overload(*args, **kwargs)
 
 
@@ -154,12 +162,11 @@ def _compile_deep_gemm(shape: Shape, settings: EngineConfig) -> None:
 
 
 def _monitor() -> JitMonitor:
-    """Of the libraries that this process has imported; one that it has not cannot compile anything."""
-    libraries = {name: sys.modules.get(name, _NOT_IMPORTED) for name in NAMES}
+    """Of the libraries that this process has imported."""
     counters: dict[str, Counter] = {}
     if "deep_gemm" in sys.modules:
         counters["deep_gemm"] = deep_gemm_counter(deep_gemm_cache())
-    return JitMonitor(libraries=libraries, counters=counters)
+    return JitMonitor(libraries=imported_libraries(), counters=counters)
 
 
 def library_counts(report: PrewarmReport) -> dict[str, dict[str, Any]]:
@@ -183,11 +190,6 @@ def library_counts(report: PrewarmReport) -> dict[str, dict[str, Any]]:
             "keys": max(len(keys), len(own)), "misses": total.compilations, "hits": hits, "seconds": seconds,
         }  # fmt: skip
     return found
-
-
-def _world() -> dist.ProcessGroup | None:
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return dist.group.WORLD if several else None
 
 
 # ---- a model that exists ---------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from .graphs.capture import CapturedStep, CaptureReport, TrialReport
 from .graphs.jit_monitor import JitMonitor
 from .graphs.pieces import CaptureMemoryError
 from .graphs.prewarm import PrewarmReport
-from .graphs.ranks import Ranks
+from .graphs.ranks import Ranks, default_group
 from .hardware import Hardware, hardware_of
 from .model import DeepseekV4
 from .prewarm_progress import stage_progress
@@ -179,7 +179,7 @@ def start_up(
     """
     hardware = hardware or hardware_of(settings)
     if group is None and hardware is not None:
-        group = _world()
+        group = default_group()
     ranks = Ranks.of(group, store, timeout)
     weights = sum(b.nbytes for b in model.buffers())
     started = StartUp(dict(before or {}), weight_bytes=weights, hardware=hardware)
@@ -198,11 +198,6 @@ def start_up(
         raise
     started.ready_at = time.time()
     return runner, started
-
-
-def _world() -> dist.ProcessGroup | None:
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return dist.group.WORLD if several else None
 
 
 def _small_caches(model: DeepseekV4, settings: EngineConfig) -> ModelCaches:

@@ -20,6 +20,12 @@ _PREFIX = "dsv4/ranks"
 _LOG_SECONDS = 10.0
 
 
+def default_group() -> dist.ProcessGroup | None:
+    """All ranks of ``torch.distributed`` where it is in use; ``None`` is this process alone."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if several else None
+
+
 class Ranks:
     """This rank among ``size`` ranks that share ``store``.
 

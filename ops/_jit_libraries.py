@@ -1,9 +1,11 @@
 """The kernel libraries that compile at run time, as this process has them; for the JIT monitor."""
 
 import importlib
+import sys
 from types import ModuleType
 
 NAMES = ("triton", "tilelang")
+NOT_IMPORTED = "not imported in this process"
 
 
 def jit_libraries() -> dict[str, ModuleType | str]:
@@ -17,3 +19,8 @@ def jit_libraries() -> dict[str, ModuleType | str]:
         except (ImportError, OSError) as error:  # OSError: a shared library that it needs is missing
             found[name] = f"cannot be imported: {error}"
     return found
+
+
+def imported_libraries() -> dict[str, ModuleType | str]:
+    """The same without importing any: one that this process has not imported cannot compile anything."""
+    return {name: sys.modules.get(name, NOT_IMPORTED) for name in NAMES}

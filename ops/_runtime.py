@@ -12,7 +12,7 @@ A first-use callback warms a model that nobody prewarmed: the first call of any 
 once. It is the second trigger, for entry points that bypass loading, and serves one rank only: ranks that warm
 whenever they happen to call an op first are what a prewarm has to prevent.
 
-Every function may be called from any thread.
+Every function may be called from any thread. What a prewarm may do (:func:`in_prewarm`) holds for its own threads.
 """
 
 import threading
@@ -45,7 +45,7 @@ first_uses: dict[Hashable, Callable[[], object]] = {}
 
 
 class ColdKernelError(RuntimeError):
-    """A kernel specialisation was needed during stream capture that was not compiled before."""
+    """A cold specialisation was needed where none may compile: in a stream capture, or in a process that is sealed."""
 
 
 def register_group(name: str, group: Group) -> None:
@@ -126,7 +126,10 @@ def require_warm(key: Key) -> None:
 
 
 def seal() -> None:
-    """From now on, a library whose compilations cannot be observed is only called under warm keys or in a prewarm."""
+    """From now on, a library whose compilations cannot be observed is only called under warm keys or in a prewarm.
+
+    There is no way back: what one engine of the process guarantees, a later one must not break. It warms its own keys.
+    """
     global _sealed
     _sealed = True
 
@@ -136,10 +139,10 @@ def require_known(key: Key) -> None:
 
     Raises:
         ColdKernelError: ``key`` is cold, and a stream is being captured, or the process is sealed and this thread is
-            not in a prewarm (:func:`no_first_use`).
+            not in a prewarm (:func:`in_prewarm`).
     """
     require_warm(key)
-    if _sealed and key not in _warm and not getattr(_thread, "quiet", False):
+    if _sealed and not is_warm(key) and not _warming():
         raise ColdKernelError(
             f"kernel specialisation must be warm once the process is ready, got cold key {key}: "
             "prewarm with the sizes that are used"
@@ -177,14 +180,19 @@ def disarm_first_use(name: Hashable) -> None:
 
 
 @contextmanager
-def no_first_use() -> Iterator[None]:
-    """Ops that this thread calls inside the block run no callback: they are the prewarm itself."""
-    before = getattr(_thread, "quiet", False)
-    _thread.quiet = True
+def in_prewarm() -> Iterator[None]:
+    """Ops that this thread calls inside the block are a prewarm: they run no callback, and may compile in a sealed
+    process."""
+    before = _warming()
+    _thread.warming = True
     try:
         yield
     finally:
-        _thread.quiet = before
+        _thread.warming = before
+
+
+def _warming() -> bool:
+    return getattr(_thread, "warming", False)
 
 
 def run_first_uses(op: str) -> None:
@@ -196,11 +204,11 @@ def run_first_uses(op: str) -> None:
     Raises:
         RuntimeError: there are several ranks.
     """
-    if getattr(_thread, "quiet", False) or torch.compiler.is_compiling():
+    if _warming() or torch.compiler.is_compiling():
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
-    with _first_use_lock, no_first_use():
+    with _first_use_lock, in_prewarm():
         if first_uses and (size := _num_ranks()) > 1:
             raise RuntimeError(
                 f"kernels must be warm on every rank before the first op, got a first call of dsv4::{op} in a process "

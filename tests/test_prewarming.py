@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import dsv4
-from dsv4 import engine as engine_module, prewarming
+from dsv4 import engine as engine_module, ops, prewarming
 from dsv4.checkpoint import Checkpoint
 from dsv4.config import flash_config
 from dsv4.engine import Engine
@@ -21,7 +21,7 @@ from dsv4.engine_config import EngineConfig
 from dsv4.graphs.jit_monitor import JitReport, KeyCounts
 from dsv4.graphs.warmer import PrewarmError
 from dsv4.model import DeepseekV4
-from dsv4.ops import _registry, _runtime
+from dsv4.ops import _backends, _deep_gemm, _registry, _runtime
 from dsv4.weights import load_weights
 
 from .conftest import NANO
@@ -35,6 +35,7 @@ def fresh(monkeypatch, tmp_path):
     for module, name, value in (
         (graphs_prewarm, "_done", {}), (graphs_prewarm, "_places", {}), (prewarming, "_warm", set()),
         (prewarming, "_unwarmed", {}), (_runtime, "first_uses", {}), (_runtime, "_warm", set()),
+        (_runtime, "_sealed", False), (_backends, "_chosen", {}),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -228,6 +229,47 @@ def test_the_tail_of_loading_warms_on_a_gpu_alone(monkeypatch):
     for device, enabled in (("cpu", True), ("cuda", False), ("cuda:1", True)):
         prewarming.warm_loaded(flash_config(), SimpleNamespace(device=device, prewarm=enabled))
     assert made == ["cuda:1"]
+
+
+# ---- a second engine -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deep_gemm(monkeypatch):
+    """The library without its kernels, where it serves; ops run their dispatch to it on the CPU."""
+    fake = SimpleNamespace(__version__=_deep_gemm.RELEASE, get_num_sms=lambda: 132, fp8_gemm_nt=lambda *_, **__: None)
+    monkeypatch.setattr(_deep_gemm, "library", lambda: fake)
+    monkeypatch.setitem(_backends._chosen, "gemm", "deep_gemm")
+    spec = ops.spec("fp8_linear")
+    monkeypatch.setattr(prewarming.ops, "spec", lambda name: SimpleNamespace(overload=spec.cuda))
+
+    def cases(config, device, rows, *_):
+        return spec.cuda_cases(config.shape(), device, rows)
+
+    monkeypatch.setattr(prewarming, "prewarm_cases", cases)
+    return cases
+
+
+def test_a_second_engine_warms_its_own_keys(nano_config, deep_gemm):
+    """Of a process that the first one has sealed. What neither has warmed is refused, and the error says what to do."""
+    settings = [EngineConfig(token_budget=rows, max_requests=1) for rows in (16, 512)]
+    own, later = ({case.key: case for case in deep_gemm(nano_config, "cpu", each.max_rows)} for each in settings)
+    (case, *_) = [case for key, case in later.items() if key not in own]
+    args, options = case.arguments()
+    prewarming.warm_kernels(nano_config, settings[0], progress=False)
+    with pytest.raises(_runtime.ColdKernelError, match="once the process is ready, .*: prewarm with the sizes"):
+        prewarming.ops.spec("fp8_linear").overload(*args, **options)
+    report = prewarming.warm_kernels(nano_config, settings[1], progress=False)
+    assert set(report.seconds) == later.keys() - own.keys() and set(report.skipped) == own.keys() & later.keys()
+    prewarming.ops.spec("fp8_linear").overload(*args, **options)
+
+
+def test_a_second_engine_with_other_kernels_is_refused_before_it_loads(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(engine_module, "load_weights", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setitem(_backends._chosen, "mhc", "tilelang")
+    with pytest.raises(ValueError, match="mhc kernels must stay 'tilelang' in this process, got 'triton'"):
+        Engine.from_checkpoint(NANO, EngineConfig(device="cuda"), progress=False)
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

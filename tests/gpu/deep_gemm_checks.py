@@ -40,7 +40,7 @@ def linear_errors(sizes: list[tuple[int, int]], counts: list[int]) -> dict[str, 
     for outs, width in sizes:
         for rows in counts:
             args = linear_operands(rows, outs, width)
-            with _backends.using("gemm", "deep_gemm"), _runtime.no_first_use():
+            with _backends.using("gemm", "deep_gemm"), _runtime.in_prewarm():
                 torch.full((rows, outs), float("nan"), dtype=BF16, device=CUDA)  # what the allocator hands out next
                 got = ops.fp8_linear(*args, dtype=BF16, deterministic=False)
             with _runtime.use_references():
@@ -55,7 +55,7 @@ def dependent_rows(outs: int, width: int, counts: list[int]) -> list[int]:
     x, x_scale, weight, weight_scale = linear_operands(max(counts), outs, width)
 
     def run(rows: slice) -> torch.Tensor:
-        with _backends.using("gemm", "deep_gemm"), _runtime.no_first_use():
+        with _backends.using("gemm", "deep_gemm"), _runtime.in_prewarm():
             return ops.fp8_linear(x[rows], x_scale[rows], weight, weight_scale, dtype=BF16, deterministic=True)
 
     full = run(slice(None))
@@ -73,7 +73,7 @@ def replay_equals_eager(rows: int, outs: int, width: int) -> bool:
     def call() -> torch.Tensor:
         return ops.fp8_linear(x, x_scale, weight, weight_scale, dtype=BF16, deterministic=False)
 
-    with _backends.using("gemm", "deep_gemm"), _runtime.no_first_use():
+    with _backends.using("gemm", "deep_gemm"), _runtime.in_prewarm():
         call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -123,7 +123,7 @@ def index_operands(rows: int, tokens: int, num_requests: int) -> tuple[torch.Ten
 
 def index_scores(args: tuple[torch.Tensor, ...], backend: str) -> torch.Tensor:
     options = {"ratio": 4, "dtype": torch.float32, "deterministic": False}
-    with _backends.using("gemm", backend), _runtime.no_first_use():
+    with _backends.using("gemm", backend), _runtime.in_prewarm():
         return ops.indexer_logits(*args, **options)
 
 

@@ -107,7 +107,7 @@ def _c12_process(rank: int, size: int, directory: Path, device: str, op: str, mh
     from dsv4.ops.shapes import flash
     from dsv4.prewarming import run_case
 
-    _backends.choose("mhc", mhc_backend)
+    _backends.choose({"mhc": mhc_backend})
     spec = ops.spec(op)
     args, kwargs = spec.example(flash, num_tokens=17, device=torch.device("cpu"), dtype=torch.bfloat16, seed=rank)
     want = spec.reference(*args, **kwargs).double()

@@ -130,7 +130,7 @@ def test_a_cold_key_of_a_ready_process_is_refused_before_the_call(library):
         with pytest.raises(_runtime.ColdKernelError, match=r"once the process is ready, got cold key .*1d2d_impl"):
             linear(33)
         assert library.calls == ["gemm", "gemm"]
-        with _runtime.no_first_use():  # a prewarm, of another model for instance
+        with _runtime.in_prewarm():  # a prewarm, of another model for instance
             linear(33)
         linear(64)
     assert library.calls == ["gemm"] * 4
@@ -161,7 +161,7 @@ def test_a_prewarm_of_one_thread_opens_no_door_for_another(library):
         except _runtime.ColdKernelError as error:
             failures.append(error)
 
-    with _backends.using("gemm", "deep_gemm"), _runtime.no_first_use():
+    with _backends.using("gemm", "deep_gemm"), _runtime.in_prewarm():
         thread = threading.Thread(target=serve)
         thread.start()
         thread.join()
@@ -171,7 +171,7 @@ def test_a_prewarm_of_one_thread_opens_no_door_for_another(library):
 def test_a_cold_key_during_capture_is_refused_even_in_a_prewarm(library, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with _backends.using("gemm", "deep_gemm"), _runtime.no_first_use():
+    with _backends.using("gemm", "deep_gemm"), _runtime.in_prewarm():
         with pytest.raises(_runtime.ColdKernelError, match="before stream capture"):
             linear(5)
         _runtime.mark_warm(keys.gemm(5, 256, 384, 132))

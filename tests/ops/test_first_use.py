@@ -51,7 +51,7 @@ def test_the_callback_may_call_ops_from_its_own_threads(entry):
     calls = []
 
     def worker() -> None:
-        with _runtime.no_first_use():
+        with _runtime.in_prewarm():
             calls.append(entry(torch.tensor(1)).item())
 
     def callback() -> None:
