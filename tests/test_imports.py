@@ -22,8 +22,7 @@ THIRD_PARTY = {
 OURS = {"ops": {"ops"}, "compile": {"compile"}, "graphs": {"graphs"}, "dsv4": {"dsv4", "ops"}}
 # The stages of start-up, the device that they run on, and what describes a trace also import compile and graphs.
 MAY_COMPILE = {
-    f"dsv4/{name}.py"
-    for name in ("start_up", "prewarming", "compile_stage", "capture_stage", "hardware", "inspection")
+    f"dsv4/{name}.py" for name in ("start_up", "prewarming", "compile_stage", "capture_stage", "hardware", "inspection")
 }
 PRIVATE_HOME = "compile/inductor.py"
 # Private names that have been stable since 2.0 and have no public spelling: the class of an op for type annotations
@@ -136,7 +135,8 @@ BROKEN = [
     (forbidden_imports, "dsv4/model.py", "from .compile import compile_model", ["dsv4.compile.compile_model"]),
     (forbidden_imports, "dsv4/model.py", "from . import graphs", ["dsv4.graphs"]),
     (forbidden_imports, "dsv4/model.py", "import transformers", ["transformers"]),
-    (forbidden_imports, "dsv4/start_up.py", "from .compile import P; from . import ops, config; import tests", ["tests"]),
+    (forbidden_imports, "dsv4/start_up.py", "from .compile import P; from . import ops, config; import tests",
+     ["tests"]),
     (private_torch, "dsv4/model.py", "import torch._dynamo", ["torch._dynamo"]),
     (private_torch, "dsv4/model.py", "from torch import _inductor", ["torch._inductor"]),
     (private_torch, "dsv4/model.py", "from torch._guards import detect_fake_mode", ["torch._guards.detect_fake_mode"]),

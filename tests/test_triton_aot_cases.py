@@ -1,4 +1,4 @@
-"""Prewarm cases of ops with several specialisations: they name every launch, and every launch compiles ahead of time."""
+"""Prewarm cases of ops with several specialisations name every launch, and every launch compiles ahead of time."""
 
 from importlib import import_module
 
@@ -16,8 +16,8 @@ from .test_triton_aot import SMALL_FLASH, source
 OPS = [
     name
     for name in (
-        "qkv_rope_cache", "compressor_update", "compressor_partials", "compressor_merge", "indexer_query", "indexer_topk",
-        "route_topk", "route_hash", "record_expert_load",
+        "qkv_rope_cache", "compressor_update", "compressor_partials", "compressor_merge", "indexer_query",
+        "indexer_topk", "route_topk", "route_hash", "record_expert_load",
     )
     if ops.spec(name).cuda is not None
 ]  # fmt: skip

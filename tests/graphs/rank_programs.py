@@ -66,7 +66,7 @@ class FakeKernels:
 
 
 def run_ranks(program: Callable[..., Any], size: int, directory: Path, *args: Any) -> list[Any]:
-    """Results of ``program(rank, size, directory, *args)`` from ``size`` processes; their exceptions are raised here."""
+    """Results of ``program(rank, size, directory, *args)`` of ``size`` processes; their exceptions are raised here."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     results = context.Queue()

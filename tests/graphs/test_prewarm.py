@@ -216,8 +216,8 @@ def test_the_cases_of_the_ops(tmp_path):
 
     chosen = [c for c in cases if c.op in ("rms_norm", "mhc_pre", "mhc_post")]
     report = module.prewarm(
-        chosen, run=run, is_warm=warm.__contains__, mark_warm=warm.add, lock_dir=tmp_path, settings={"shape": nano.name},
-        device="cpu",
+        chosen, run=run, is_warm=warm.__contains__, mark_warm=warm.add, lock_dir=tmp_path,
+        settings={"shape": nano.name}, device="cpu",
     )  # fmt: skip
     assert sorted(ran) == ["mhc_post", "mhc_pre", "rms_norm"] and warm == set(report.keys) == {c.key for c in chosen}
 
@@ -318,7 +318,8 @@ def test_ranks_that_decide_differently(tmp_path):
     assert same.pop("switch off") == {head + off}
     assert same.pop("bad argument") == {
         "ValueError: workers must be at least 1, got 0",
-        "PrewarmError: every rank must be able to prewarm, got on rank 2: ValueError: workers must be at least 1, got 0",
+        "PrewarmError: every rank must be able to prewarm, got on rank 2: "
+        "ValueError: workers must be at least 1, got 0",
     }
     assert all(f["ran before agreement"] == [] for f in found)
     own = "prewarm of b/2 must succeed, got RuntimeError: no such instruction"

@@ -225,7 +225,7 @@ def test_zero_tokens_and_requests():
     none = torch.empty(0, dtype=torch.int32)
     ops.compressor_update(
         torch.empty(0, 64), c.ape, c.norm_weight, c.rope_table, none.long(), none,
-        torch.zeros(1, dtype=torch.int32), none, torch.empty(0, 2, dtype=torch.int32), none, session.state, session.cache,
-        ratio=4, overlap=True, eps=EPS, quantize="none",
+        torch.zeros(1, dtype=torch.int32), none, torch.empty(0, 2, dtype=torch.int32), none,
+        session.state, session.cache, ratio=4, overlap=True, eps=EPS, quantize="none",
     )  # fmt: skip
     assert torch.equal(before[0], bits(session.state)) and torch.equal(before[1], bits(session.cache))
