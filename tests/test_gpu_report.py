@@ -1,13 +1,21 @@
 """The committed GPU report says what its raw samples say, and no tampering with a report goes unnoticed."""
 
+import ast
 import copy
+import inspect
 import json
+import subprocess
+import sys
+from importlib import import_module
 from typing import Any
 
 import pytest
 
-from tools.gpu_check import report as joining
-from tools.gpu_check.points import POINTS, SampleError
+from dsv4.evaluate import KINDS
+from tools.gpu_check import children, report as joining, suites
+from tools.gpu_check.children import FUNCTIONS
+from tools.gpu_check.place import Place
+from tools.gpu_check.points import OFFICIAL_KINDS, POINTS, SampleError
 from tools.gpu_check.rules import RULES
 from tools.gpu_check.sections import GROUPS, SECTIONS, processes
 from tools.gpu_check.validate import POINT_KEYS, TOP_KEYS, problems, validate
@@ -22,7 +30,6 @@ SHAPED: dict[str, Any] = {
     "worst_error": {"0.rms": 0.0, "0.max": 0.0},
     "unnamed": {"message": "cold key a", "must_name": ["a"]},
     "captures_before_prewarm": {"events": ["prewarm", "capture"]},
-    "first_over_tenth": {"first_s": [1.0, 1.1, 1.2], "tenth_s": [1.0, 1.0, 1.0]},
     "worst_memory": {"peak_bytes": 11, "before_bytes": 10, "unit_bytes": 10},
     "best_copy_share": {"kernel_us": [1.0] * 30, "copy_us": [1.0] * 30, "kernel_bytes": 9, "copy_bytes": 10},
 }
@@ -32,10 +39,11 @@ WHOLE: dict[str, Any] = {
         "libraries": {"gemm_keys": 60, "deep_gemm_keys": 40, "deep_gemm_kernels": 40},
     },
     "speed_up": {"ours": [1.0, 2.0, 3.0], "theirs": [50.0, 60.0, 70.0]},
-    "not_passed": {
-        part: {"passed": 9, "failed": 0, "errors": 0, "skipped": 0, "names": []}
-        for part in ("mhc", "kernels", "cases", "graphs", "rest")
+    "first_over_tenth": {
+        path: {"first_s": [2.2, 1.1, 3.6], "tenth_s": [2.0, 1.0, 2.0], "awake_s": [0.5, 0.5, 0.5]}
+        for path in ("eager", "full", "piecewise", "full.drafting")
     },
+    "not_passed": {part: {"passed": 9, "failed": 0, "errors": 0, "skipped": 0, "names": []} for part in suites.PARTS},
 }
 
 
@@ -188,7 +196,33 @@ def test_a_failing_point_must_be_stated(report):
         "mhc_post_copy_share: the value stated as missed must be the measured 0.8, got 0.84"
     ]
     assert problems(report, {"mhc_post_copy_share": {"value": 0.8}})[0].endswith("without a reason")
+    assert problems(report, {"mhc_post_copy_share": {"reason": "slow"}})[-1].endswith("null if none was measured")
     assert problems(report, stated | {"poison": {"value": 0, "reason": "none"}})[-1].endswith("but it passes")
+
+
+def test_what_was_not_measured_must_be_stated(report, tmp_path, capsys):
+    """Nothing measured, no such point in the report, or an answer to another question: null; never beside a value."""
+    stated = {"poison": {"value": None, "reason": "no time was left"}}
+    measured = report["points"]["poison"]
+    assert "poison: stated as missed, but it passes" in problems(report, stated)
+    for entry in (
+        joining.entry("poison", {}, ["poison: not begun"], 0.0, []), None,
+        measured | {"question": "Something else?", "pass": False},
+    ):  # fmt: skip
+        report["points"]["poison"] = entry
+        if entry is None:
+            del report["points"]["poison"]
+        assert problems(report, stated) == []
+        assert problems(report, {}) and problems(report, {"poison": {"value": 0, "reason": "no time was left"}})
+        path, missed = tmp_path / "report.json", tmp_path / "missed.json"
+        path.write_text(joining.as_text(report))
+        missed.write_text(json.dumps(stated))
+        assert validate(path, missed) == 0
+        assert "NO VALUE poison: None, no time was left" in capsys.readouterr().out
+    samples = samples_of("poison")
+    samples["exact.bf16"]["full"]["decode"] = 3
+    report["points"]["poison"] = joining.entry("poison", samples, [], 1.0, [])
+    assert problems(report, stated) == ["poison: stated as not measured, but the report holds 3"]
 
 
 def test_the_command_fails_and_names_the_point(report, tmp_path, capsys):
@@ -209,10 +243,12 @@ def test_every_point_has_a_section():
 
 
 def test_every_section_has_a_process():
-    every = [name for group in processes(("first", "together", "gated", "alone")) for name in group]
+    every = [name for group in processes(("first", "alone", "together", "last")) for name in group]
     assert sorted(every) == sorted(SECTIONS)
     for group in GROUPS:
         assert len({SECTIONS[name].stage for name in group}) == 1, group
+    order = processes(("together",))
+    assert order.index(("suite.engine",)) < order.index(("suite.mhc",))  # who takes longest begins first
     assert ("exact",) in processes(("together",), ("exact",))
 
 
@@ -221,14 +257,18 @@ def test_samples_of_several_processes_are_joined(tmp_path):
     chosen = {name: SECTIONS[name] for name in ("references", "prewarm_off", "cold_key")}
     recorded = {
         "references": {"samples": {"references_nll": {"0": 1e-6}}, "kernels": ["a"], "warm_keys": [["x", 1]]},
-        "prewarm_off": {"samples": {"prewarm_off": samples_of("prewarm_off")}, "kernels": ["b"], "warm_keys": []},
+        "prewarm_off": {
+            "samples": {"prewarm_off": samples_of("prewarm_off")},
+            "kernels": ["b"],
+            "warm_keys": [],
+            "machine": {"gpu": "GPU"},
+        },
     }
     for name, found in recorded.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"errors": {}, "seconds": {}} | found))
     outcomes = {"references": ("killed after 9 s", 9.0), "prewarm_off": (None, 1.0)}
-    made = joining.join(
-        tmp_path, chosen, outcomes, seconds=1.0, started="now", described=f"{40 * 'b'}-dirty", dry=True
-    )  # fmt: skip
+    made = joining.join(tmp_path, chosen, outcomes, seconds=1.0, started="now", described=f"{40 * 'b'}-dirty")
+    assert made["gpu"] == "GPU" and made["triton"] is None
     assert made["kernels"] == ["a", "b"] and made["warm_keys"] == [["x", 1]]
     assert made["commit"] == 40 * "b" and made["clean_tree"] is False
     points = made["points"]
@@ -247,8 +287,8 @@ def test_two_sections_may_not_give_one_sample():
 
 def test_rules_refuse_samples_that_show_nothing():
     for name, samples, message in (
-        ("first_request", {"full": {"first_s": [1.0], "tenth_s": [1.0]}}, "samples must hold eager"),
-        ("gpu_tests", {"mhc": {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}}, "samples must hold kernels"),
+        ("first_request", {"full": {"first_s": [1.0], "tenth_s": [1.0]}}, "samples must hold eager/first_s"),
+        ("gpu_tests", {"mhc": {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}}, "samples must hold deep_gemm"),
         ("prewarm_before_capture", {"nano": {"events": ["capture"]}}, "must hold a prewarm and a capture"),
         ("whole_run_s", {"seconds": {}}, "samples must hold seconds, got an empty one"),
     ):
@@ -263,3 +303,68 @@ def test_rules_refuse_samples_that_show_nothing():
         part["passed"] = 0
     with pytest.raises(SampleError, match="must have a passed test, got none"):
         POINTS["gpu_tests"].judge(parts)
+
+
+def test_first_requests_are_compared_within_their_process():
+    samples = samples_of("first_request")
+    assert POINTS["first_request"].judge(samples) == (1.1, True)  # of 1.1, 1.1 and 1.8
+    samples["piecewise"]["first_s"][1] = 1.3
+    assert POINTS["first_request"].judge(samples) == (1.3, False)
+    samples["full"]["awake_s"][2] = 0.0
+    with pytest.raises(SampleError, match="must be kept busy for 0.4 s"):
+        POINTS["first_request"].judge(samples)
+    samples["full"] = {name: values[:2] for name, values in samples["full"].items()}
+    with pytest.raises(SampleError, match="needs 3 repeats, got 2, 2 and 2"):
+        POINTS["first_request"].judge(samples)
+
+
+def test_names_lead_to_functions():
+    """Sections and children are named by text: each must be what the run can call."""
+    for section in SECTIONS.values():
+        signature = inspect.signature(section.load(Place(dry=True)).func)
+        given = {"place", "record", *section.arguments, *(["prepared"] if section.prepare else [])}
+        assert set(signature.parameters) == given, section
+        assert not section.prepare or callable(getattr(children, section.prepare))
+    for name in FUNCTIONS.values():
+        module, _, function = name.partition(".")
+        assert callable(getattr(import_module(f"tools.gpu_check.{module}"), function))
+    assert tuple(OFFICIAL_KINDS) == tuple(KINDS)
+
+
+def test_a_run_starts_without_torch():
+    """Its processes begin to import at once: so must whatever starts them."""
+    program = "import sys, tools.gpu_check.report, tools.gpu_check.children; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+# ---- the suite -------------------------------------------------------------------------------------------------------
+
+
+def test_every_file_with_a_gpu_test_is_in_one_part():
+    found = [name for part in suites.PARTS for name in suites.files(part)]
+    assert len(found) == len(set(found)) and all((ROOT / name).is_file() for name in found)
+    assert "tests/test_gpu_steps.py" in suites.files("rest") and "tests/test_chat.py" not in found
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "tests/test_gpu_cases.py"]
+    command += [f"--deselect={name}" for name in suites.MEASURED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["tests/test_gpu_cases.py:", "1"], done.stdout  # first_use, which nothing else runs
+
+
+def test_outcomes_are_written_down_test_by_test(tmp_path):
+    (tmp_path / "test_a.py").write_text(
+        "import pytest\n"
+        "@pytest.fixture\ndef broken():\n    yield\n    raise ValueError('after')\n"
+        "def test_good(): pass\ndef test_bad(): assert 1 == 2\ndef test_torn(broken): pass\n"
+        "def test_skipped(): pytest.skip('no reason')\n"
+    )
+    program = (
+        "import sys, types, pytest\nfrom tools.gpu_check.suites import Outcomes\nwritten = []\n"
+        "one = Outcomes(types.SimpleNamespace(write=lambda: written.append(one.found['passed'])))\n"
+        f"pytest.main(['-q', '-p', 'no:cacheprovider', '--rootdir={tmp_path}', {str(tmp_path)!r}], plugins=[one])\n"
+        "print(); print('found', (one.found, len(written)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    found, written = ast.literal_eval(next(x for x in done.stdout.splitlines() if x.startswith("found "))[6:])
+    names = found.pop("names")
+    assert found == {"passed": 2, "failed": 1, "errors": 1, "skipped": 1} and written >= 4, done.stdout
+    assert names[0].startswith("test_a.py::test_bad failed: E ") and "after" in names[1] and "skipped" in names[2]

@@ -1,4 +1,7 @@
-"""``python3 -m tools.gpu_check run | section | child | serve | validate``; people start tools/gpu_check.sh."""
+"""``python3 -m tools.gpu_check run | section | child | validate``; people start tools/gpu_check.sh.
+
+Nothing heavy is imported here: a run starts its processes, and a process its children, before torch is imported.
+"""
 
 import argparse
 import gc
@@ -7,11 +10,11 @@ import logging
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
-import torch
-
-from .common import ROOT, Place, Record
+from . import children
+from .place import ROOT, Place
 
 
 def main() -> int:
@@ -24,16 +27,15 @@ def main() -> int:
     section = commands.add_parser("section", help="sections, one after another in this process")
     section.add_argument("out", type=Path, help="folder for one JSON file per section")
     section.add_argument("cache", type=Path)
+    section.add_argument("ready", type=Path, help="made once all is imported; a line on stdin then lets it measure")
     section.add_argument("names", nargs="+")
     child = commands.add_parser("child", help="a measurement that needs a process of its own")
-    child.add_argument("function")
+    child.add_argument("cache", type=Path)
+    child.add_argument("function", choices=children.FUNCTIONS)
     child.add_argument("arguments", nargs="*")
-    serve = commands.add_parser("serve", help="an engine that serves ten requests when told to")
-    serve.add_argument("cache", type=Path)
-    serve.add_argument("path")
     check = commands.add_parser("validate", help="recompute a report")
     check.add_argument("file", type=Path)
-    for each in (run, section, child, serve):
+    for each in (run, section, child):
         each.add_argument("--dry", action="store_true", help="on the CPU, small: shows only that the code runs")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
@@ -57,36 +59,51 @@ def _described() -> str:
 def _section(arguments: argparse.Namespace) -> int:
     from .sections import SECTIONS
 
-    for name in arguments.names:
-        section, record = SECTIONS[name], Record(arguments.out / f"{name}.json")
-        began = time.perf_counter()
-        try:
-            section.run(Place(arguments.dry, section.stage == "together", arguments.cache), record)
-        except Exception as error:  # outside of the blocks of its points: the other sections must still be seen
-            record.fail(section.points, error)
-        record.write()
-        print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
-        gc.collect()
-        if not arguments.dry:
-            torch.cuda.empty_cache()
+    sections = {name: SECTIONS[name] for name in arguments.names}
+    places = {n: Place(arguments.dry, s.stage == "together", arguments.cache) for n, s in sections.items()}
+    prepared = {n: getattr(children, s.prepare)(places[n]) for n, s in sections.items() if s.prepare}
+    try:
+        from .common import Record
+
+        loaded = {name: section.load(places[name]) for name, section in sections.items()}
+        records = {name: Record(arguments.out / f"{name}.json") for name in sections}
+        for name, several in prepared.items():
+            for child in several:
+                try:
+                    child.wait_ready()
+                except RuntimeError as error:
+                    records[name].fail(sections[name].points, error)
+        arguments.ready.touch()
+        if not sys.stdin.readline():
+            return 1  # the run is gone
+        for name, section in sections.items():
+            began = time.perf_counter()
+            try:
+                loaded[name](places[name], records[name], **({"prepared": prepared[name]} if name in prepared else {}))
+            except Exception as error:  # outside of the blocks of its points: the other sections must still be seen
+                records[name].fail(section.points, error)
+            records[name].write()
+            print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
+            _free(arguments.dry)
+    finally:
+        for child in (child for several in prepared.values() for child in several):
+            child.process.kill()
     return 0
+
+
+def _free(dry: bool) -> None:
+    import torch
+
+    gc.collect()
+    if not dry:
+        torch.cuda.empty_cache()
 
 
 def _child(arguments: argparse.Namespace) -> int:
-    from .warm import CHILDREN
-
-    print(
-        "result",
-        json.dumps(CHILDREN[arguments.function](Place(arguments.dry), *arguments.arguments), default=str),
-        flush=True,
-    )
-    return 0
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    from .speed import serve
-
-    serve(Place(arguments.dry, cache=arguments.cache), arguments.path)
+    module, _, name = children.FUNCTIONS[arguments.function].partition(".")
+    measure = getattr(import_module(f".{module}", __package__), name)
+    found = measure(Place(arguments.dry, cache=arguments.cache), *arguments.arguments)
+    print("result", json.dumps(found, default=str), flush=True)
     return 0
 
 

@@ -1,9 +1,6 @@
 """Inputs that broke other implementations, on the GPU; the test suite has the same cases on the CPU."""
 
-import subprocess
-import sys
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -12,8 +9,9 @@ from dsv4.execution import Execution
 from dsv4.model import DeepseekV4
 from dsv4.runner import Runner, Sequence
 
-from .common import ROOT, Place, Record, differs, random_tokens
+from .common import Record, differs, random_tokens
 from .models import random_weights, wide_config
+from .place import Place
 from .replay import padded_inputs
 
 
@@ -83,39 +81,3 @@ def processes(place: Place, record: Record) -> None:
             found[name] = c12(device, mhc_backend="triton" if place.dry else name)["samples"]
     with record.block("case_C1") as (found,):
         found |= c1(device, **({"slow_s": 2.0, "limit_s": 1.0} if place.dry else {}))["samples"]
-
-
-SUITE = {
-    "mhc": ["tests/gpu/test_mhc_tilelang.py"],
-    "kernels": ["tests/gpu", "--ignore=tests/gpu/test_mhc_tilelang.py"],
-    "cases": ["tests/test_gpu_cases.py"],
-    "graphs": ["tests/graphs"],
-    # tests/kernels is Triton's interpreter and has no GPU test
-    "rest": ["tests", *(f"--ignore=tests/{name}" for name in ("kernels", "gpu", "graphs", "test_gpu_cases.py"))],
-}
-"""The test suite in parts that run in parallel; everything that is not named elsewhere is in ``rest``."""
-_NOTHING_COLLECTED = 5
-
-
-def suite(place: Place, record: Record, part: str) -> None:
-    """``pytest -m gpu``; names of what did not pass go into the samples."""
-    with record.block("gpu_tests") as (found,):
-        marks = "gpu" if not place.dry else "not gpu and not slow"
-        where = SUITE[part] if not place.dry else ["tests/ops/test_formats.py"]
-        options = ["-m", marks, "-q", "-rA", "--durations=0", "-p", "no:cacheprovider"]
-        command = [sys.executable, "-m", "pytest", *options, *where]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        print(done.stdout[-20000:], flush=True)
-        found[part] = outcomes(done.stdout)
-        if done.returncode not in (0, 1, _NOTHING_COLLECTED):
-            raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-800:]} {done.stderr[-800:]}")
-
-
-def outcomes(text: str) -> dict[str, Any]:
-    """Counts and names from the summary lines that ``-rA`` prints."""
-    lines = [line.split(" ", 1) for line in text.splitlines()]
-    kinds = {"passed": "PASSED", "failed": "FAILED", "errors": "ERROR", "skipped": "SKIPPED"}
-    named = {kind: [rest[0][:200] for word, *rest in lines if word == mark and rest] for kind, mark in kinds.items()}
-    return {kind: len(found) for kind, found in named.items()} | {
-        "names": named["failed"] + named["errors"] + named["skipped"]
-    }

@@ -1,7 +1,9 @@
-"""What every section needs: where it runs, and a record of samples that survives its failures."""
+"""What every section needs: a record of samples that survives its failures, random tokens, a comparison."""
 
+import functools
+import importlib.metadata
 import json
-import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -11,38 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-NANO = ROOT / "assets" / "nano"
-GOLDEN = ROOT / "tests" / "golden"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a section runs.
-
-    Attributes:
-        dry: small shapes on the CPU, through references and graphs of calls: shows that the code runs, nothing else.
-        shared: other processes use the GPU meanwhile, so that its free memory says nothing about this one.
-        cache: kernel caches that the sections of one run share.
-    """
-
-    dry: bool = False
-    shared: bool = False
-    cache: Path = Path("/tmp/dsv4_gpu_check")
-
-    @property
-    def gate(self) -> Path:
-        """A file that exists once the GPU is idle."""
-        return self.cache / "idle"
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu" if self.dry else "cuda")
-
-    def synchronize(self) -> None:
-        if not self.dry:
-            torch.cuda.synchronize()
 
 
 @dataclass
@@ -88,6 +58,7 @@ class Record:
                     "seconds": {name: round(taken, 2) for name, taken in self.seconds.items()},
                     "kernels": sorted(self.kernels),
                     "warm_keys": sorted((list(key) for key in _runtime.warm_keys()), key=str),
+                    "machine": machine(),
                 }
             )
         )
@@ -107,6 +78,15 @@ class Record:
                 self.kernels.add(event.key[:160])
 
 
+@functools.cache
+def machine() -> dict[str, str]:
+    """What ran the section."""
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none (dry run)",
+        "torch": torch.__version__, "triton": importlib.metadata.version("triton"), "python": sys.version.split()[0],
+    }  # fmt: skip
+
+
 def random_tokens(count: int, seed: int, vocab: int = 2048) -> list[int]:
     return torch.randint(7, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -117,19 +97,3 @@ def differs(got: torch.Tensor, want: torch.Tensor) -> int:
         return 1
     flat = (t.contiguous().view(-1).view(torch.uint8) for t in (got, want))
     return int(got.numel() > 0 and not torch.equal(*flat))
-
-
-def next_line(process: subprocess.Popen, prefix: str) -> str:
-    """The rest of the next line of a child's output that begins with ``prefix``."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(prefix):
-            return line[len(prefix) :]
-    raise RuntimeError(f"a child must print {prefix!r}, got its end, {process.wait()}: {process.args}")
-
-
-def tell(process: subprocess.Popen) -> None:
-    """Let a child that waits for a line go on."""
-    assert process.stdin is not None
-    process.stdin.write("go\n")
-    process.stdin.flush()

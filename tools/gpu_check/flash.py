@@ -8,8 +8,9 @@ from dsv4.engine import Engine
 from dsv4.ops.shapes import flash
 from dsv4.runner import Sequence
 
-from .common import NANO, Place, Record, random_tokens
+from .common import Record, random_tokens
 from .models import random_engine, settings_of
+from .place import NANO, Place
 from .points import FLASH_BATCHES
 
 

@@ -13,8 +13,9 @@ from dsv4.inputs import StepInputs
 from dsv4.ops._jit_libraries import jit_libraries
 from dsv4.runner import Sequence
 
-from .common import Place, Record, random_tokens
+from .common import Record, random_tokens
 from .models import random_engine, settings_of, wide_config
+from .place import Place
 from .points import DECODE_ROWS, MAX_ROWS, SWEEP_ROWS
 
 RATIOS = {"flash": (0, 4, 128), "pro": (128, 4)}  # every layer kind that the width has

@@ -22,7 +22,7 @@ from dsv4.runner import Runner, Sequence
 from dsv4.tokenizer import Tokenizer
 from dsv4.weights import load_weights, meta_weights
 
-from .common import NANO, Place
+from .place import NANO, Place
 
 LIBRARIES = {"triton": ("triton", "triton"), "libraries": ("tilelang", "deep_gemm")}
 

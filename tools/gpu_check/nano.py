@@ -9,8 +9,9 @@ from dsv4 import evaluate
 from dsv4.ops import _runtime
 from dsv4.runner import Sequence
 
-from .common import GOLDEN, Place, Record
+from .common import Record
 from .models import nano_runner, using_backend
+from .place import GOLDEN, Place
 
 WINDOW = 1024
 REFERENCE_WINDOWS = (0, 3)

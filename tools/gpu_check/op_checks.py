@@ -11,10 +11,11 @@ from dsv4 import ops
 from dsv4.ops import _example_rows, _runtime
 from dsv4.ops.shapes import Shape, flash, nano, pro, tiny
 
-from .common import Place, Record, differs
+from .common import Record, differs
 from .models import using_backend
 from .op_calls import CALLS
 from .op_errors import distance, errors_of, merge_worst, outputs, spread, to_device
+from .place import Place
 
 TOKEN_COUNTS = (0, 1, 7, 33, 129)
 LONG = ("qkv_rope_cache", "compressor_update", "indexer_query", "indexer_logits", "indexer_topk", "sparse_attention",

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
+from .children import REQUEST_PATHS
+from .place import BACKENDS
 from .rules import RULES, SampleError
+from .suites import PARTS
 
 Sense = Literal["<=", ">=", "=="]
 _HOLDS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
-BACKENDS = ("triton", "libraries")  # all kernels in Triton; mHC in TileLang with FP8 products in DeepGEMM
 WIDTHS = ("flash", "pro")
 GRAPH_MODES = ("full", "piecewise")
 # First token counts of the split buckets of 132 multiprocessors, at hidden 4,096 and 7,168 (65 only at the latter).
@@ -27,7 +29,6 @@ ODD_ROWS = (50, 100, 999, 3001, 5003)  # no multiples of 16, inside buckets
 SWEEP_ROWS = tuple(sorted({*BUCKET_STARTS, *(s - 1 for s in BUCKET_STARTS[1:]), *EDGE_ROWS, *ODD_ROWS, MAX_ROWS}))
 DECODE_ROWS = (*EDGE_ROWS, 50, 64)
 FLASH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-REQUEST_PATHS = ("eager", "full", "piecewise", "full.drafting")
 REPLAY_RUNS = ("exact.full", "exact.piecewise", "official.full", "official.piecewise", "official.full.libraries",
                "official.piecewise.libraries")  # fmt: skip
 REPLAY_KINDS = (
@@ -82,7 +83,7 @@ class Point:
 _ROWS_32768 = ("mhc_pre", "mhc_post", "mhc_post_pre", "mhc_head", "qkv_rope_cache", "sparse_attention",
                "grouped_o_proj")  # fmt: skip
 _OFFICIAL = ("bf16", "fp8", "fp8.fp8_experts")  # cache rows, and FP4 experts re-encoded as FP8
-_OFFICIAL_KINDS = {
+OFFICIAL_KINDS = {
     "attn_out": ("relative RMS of the attention output", 0.010),
     "ffn_out": ("relative RMS of the FFN output", 0.006),
     "index_score": ("relative RMS of index scores", 0.03),
@@ -127,7 +128,7 @@ POINTS: dict[str, Point] = {
             question=f"Forced inputs, official mode, kernels of {backend}: {what}, worst layer?",
             rule="largest", bar=bar, needs=_OFFICIAL,
         )
-        for backend, (kind, (what, bar)) in product(BACKENDS, _OFFICIAL_KINDS.items())
+        for backend, (kind, (what, bar)) in product(BACKENDS, OFFICIAL_KINDS.items())
     },
     # ---- replays
     "replay_equals_padded": Point(
@@ -218,8 +219,9 @@ POINTS: dict[str, Point] = {
         bar=0, sense="==", needs=("rms_norm", "prewarm"),
     ),
     "first_request": Point(
-        question="First request after ready over the tenth, medians of 3 fresh processes, worst path?",
-        rule="first_over_tenth", bar=1.2, needs=REQUEST_PATHS,
+        question="First request after ready over the tenth, in processes that nothing else disturbs and whose device "
+                 "and core were kept busy for half a second before: median of 3, worst path?",
+        rule="first_over_tenth", bar=1.2, needs=paths(REQUEST_PATHS, ("first_s", "tenth_s", "awake_s")),
     ),
     # ---- inputs that broke other implementations
     "case_C1": Point(
@@ -295,7 +297,7 @@ POINTS: dict[str, Point] = {
     # ---- the run itself
     "gpu_tests": Point(
         question="pytest -m gpu: how many tests did not pass?", rule="not_passed", bar=0, sense="==",
-        needs=paths(("mhc", "kernels", "cases", "graphs", "rest"), ("passed", "failed", "errors", "skipped")),
+        needs=paths(PARTS, ("passed", "failed", "errors", "skipped")),
     ),
     "whole_run_s": Point(
         question="Seconds of the whole run?", rule="largest", bar=480, needs=("seconds",),

@@ -12,8 +12,9 @@ from dsv4.engine import Engine
 from dsv4.inputs import StepInputs
 from dsv4.runner import Sequence
 
-from .common import Place, Record, differs, random_tokens
+from .common import Record, differs, random_tokens
 from .models import nano_engine
+from .place import Place
 
 BUDGET, MAX_REQUESTS, BLOCKS_EACH = 512, 64, 3
 COMPANY = (65, 129, 4225)  # rows of the step in which 64 rows must come out as they do alone

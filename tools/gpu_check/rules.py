@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
+AWAKE_S = 0.4
 FAILED = 1e9  # stands for "infinitely bad", which JSON cannot hold
 # fp32: sums of up to 28,672 products in another order, sqrt(28672) * 2^-24. bf16: half of all elements off by 2^-8.
 RMS_TOLERANCES = {"float32": 1e-5, "bfloat16": 2.0**-9}
@@ -90,11 +91,16 @@ def best_copy_share(samples: Any) -> float:
 
 
 def first_over_tenth(samples: Any) -> float:
-    """Per path: median of the first requests over median of the tenth ones; the largest."""
+    """Per path: the median over its processes of first request over tenth; the largest."""
+    worst = []
     for path in samples.values():
-        if min(len(path["first_s"]), len(path["tenth_s"])) < 3:
-            raise SampleError(f"a path needs 3 repeats, got {len(path['first_s'])} and {len(path['tenth_s'])}")
-    return max(median(path["first_s"]) / median(path["tenth_s"]) for path in samples.values())
+        first, tenth, awake = (_some(path[name]) for name in ("first_s", "tenth_s", "awake_s"))
+        if not len(first) == len(tenth) == len(awake) >= 3:
+            raise SampleError(f"a path needs 3 repeats, got {len(first)}, {len(tenth)} and {len(awake)}")
+        if min(awake) < AWAKE_S:
+            raise SampleError(f"a device must be kept busy for {AWAKE_S} s before its first request, got {min(awake)}")
+        worst.append(median(a / b for a, b in zip(first, tenth, strict=True)))
+    return max(worst)
 
 
 def worst_memory(samples: Any) -> float:

@@ -1,18 +1,20 @@
-"""The processes of a run: what each measures, for which points, when, and for how long at most."""
+"""The processes of a run: what each measures, for which points, when, and for how long at most.
+
+Measurements are named by text and imported by the process that makes them, so that a run starts its processes at once.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
-from dsv4.evaluate import KINDS
+from . import suites
+from .place import BACKENDS, Place
+from .points import DETERMINISTIC_RUNS, GRAPH_MODES, OFFICIAL_KINDS, REPLAY_RUNS, WIDTHS
 
-from . import cases, flash, jit, nano, op_checks, replay, speed, warm
-from .common import Place, Record
-from .points import BACKENDS, DETERMINISTIC_RUNS, GRAPH_MODES, REPLAY_RUNS, WIDTHS
-
-Stage = Literal["first", "together", "gated", "alone"]
+Stage = Literal["first", "alone", "together", "last"]
 
 
 @dataclass(frozen=True)
@@ -20,61 +22,75 @@ class Section:
     """What one call measures.
 
     Attributes:
-        run: measures and records.
+        run: ``module.function`` of this package, called with a place, a record and ``arguments``.
         points: what it is about; they fail if its process does.
-        stage: ``first`` ones run on an idle machine and leave the kernel caches that the others use; ``together`` ones
-            run in parallel, because nothing in them is timed; ``gated`` ones prepare beside those and measure on an
-            idle machine; ``alone`` ones are timings, and tests that look at the memory of the whole device.
+        stage: ``first`` ones run on an idle machine and leave the kernel caches that the others use; ``alone`` ones
+            follow, one at a time: timings, and whoever looks at the memory of the whole device. ``together`` ones run
+            in parallel, because nothing in them is timed; ``last`` ones prepare beside those and measure alone.
         timeout: seconds.
+        arguments: of ``run``.
+        prepare: a function of :mod:`.children`, called before anything heavy is imported; the processes that it starts
+            are ready before the section's turn comes, and ``run`` gets them as ``prepared``.
+        imports: modules that the measurement needs and must not spend its turn on.
     """
 
-    run: Callable[[Place, Record], None]
+    run: str
     points: tuple[str, ...]
     stage: Stage = "together"
     timeout: float = 250
+    arguments: dict[str, Any] = field(default_factory=dict)
+    prepare: str = ""
+    imports: tuple[str, ...] = ()
+
+    def load(self, place: Place) -> Callable[..., None]:
+        """Import what the section needs."""
+        for name in self.imports if not place.dry else ():
+            import_module(name)
+        module, _, name = self.run.partition(".")
+        return partial(getattr(import_module(f".{module}", __package__), name), **self.arguments)
 
 
 def _all() -> dict[str, Section]:
     made = {
-        "prewarm": Section(warm.cold_and_warm, ("prewarm_cold_s", "prewarm_warm_s", "gemm_keys"), "first", 240),
-        "references": Section(nano.references, ("references_logits_max", "references_logits_mean", "references_nll")),
-        "exact": Section(nano.exact, ("exact_nll", "exact_mtp_nll", "exact_top1")),
-        "poison": Section(replay.poison, ("poison",)),
-        "layers_43": Section(
-            flash.layers_43, ("layers_43_graphs", "layers_43_capture_s", "layers_43_graph_mib"), "together", 150
+        "prewarm": Section(
+            "warm.cold_and_warm", ("prewarm_cold_s", "prewarm_warm_s", "gemm_keys"), "first", 240, prepare="prewarms"
+        ),
+        "mhc_post.triton": _mhc_post("triton", "triton"),
+        "mhc_post.tilelang": _mhc_post("libraries", "tilelang"),
+        "decode": Section(
+            "speed.decode", ("decode_speed_up",), "alone", 100,
+            imports=("transformers.models.deepseek_v4.modeling_deepseek_v4", "tests.hf_model"),
         ),
         "flash_width": Section(
-            flash.flash_width,
+            "flash.flash_width",
             ("flash_width", "flash_width_graphs", "flash_width_capture_s", "flash_width_graph_mib", "fp4_residency"),
             "alone", 90,
         ),
-        "expert_memory": Section(flash.expert_memory, ("fp4_residency",)),
-        "mhc_compilations": Section(warm.mhc_compilations, ("mhc_compilations",)),
-        "prewarm_off": Section(warm.switched_off, ("prewarm_off",)),
-        "prewarm_order": Section(warm.before_capture, ("prewarm_before_capture",)),
-        "cold_key": Section(warm.cold_key, ("cold_key_in_capture",)),
-        "bad_lengths": Section(cases.bad_lengths, ("case_C5", "case_C6")),
-        "public_cases": Section(cases.public_cases, ("case_C3", "case_C5", "case_C6", "case_C8", "case_C11")),
-        "processes": Section(cases.processes, ("case_C1", "case_C12")),
-        "long_positions": Section(op_checks.long_positions, ("ops_long_positions",)),
-        "decode": Section(speed.decode, ("decode_speed_up",), "alone", 100),
+        "references": Section("nano.references", ("references_logits_max", "references_logits_mean", "references_nll")),
+        "exact": Section("nano.exact", ("exact_nll", "exact_mtp_nll", "exact_top1")),
+        "poison": Section("replay.poison", ("poison",)),
+        "layers_43": Section(
+            "flash.layers_43", ("layers_43_graphs", "layers_43_capture_s", "layers_43_graph_mib"), "together", 150
+        ),
+        "expert_memory": Section("flash.expert_memory", ("fp4_residency",)),
+        "mhc_compilations": Section("warm.mhc_compilations", ("mhc_compilations",)),
+        "prewarm_off": Section("warm.switched_off", ("prewarm_off",)),
+        "prewarm_order": Section("warm.before_capture", ("prewarm_before_capture",)),
+        "cold_key": Section("warm.cold_key", ("cold_key_in_capture",)),
+        "bad_lengths": Section("cases.bad_lengths", ("case_C5", "case_C6")),
+        "public_cases": Section("cases.public_cases", ("case_C3", "case_C5", "case_C6", "case_C8", "case_C11")),
+        "processes": Section("cases.processes", ("case_C1", "case_C12")),
+        "long_positions": Section("op_checks.long_positions", ("ops_long_positions",)),
     }  # fmt: skip
     for backend in BACKENDS:
-        official = tuple(f"official_{kind}_{backend}" for kind in KINDS)
-        made[f"official.{backend}"] = Section(partial(nano.official, backend=backend), official)
-        made[f"batches.{backend}"] = Section(
-            partial(replay.batch_independence, backend=backend), ("batch_independence",)
-        )
-        made[f"rows_32768.{backend}"] = Section(
-            partial(op_checks.rows_32768, backend=backend), ("ops_large", "ops_last_element")
-        )
-        made[f"indexer.{backend}"] = Section(
-            partial(op_checks.indexer_memory, backend=backend), ("indexer_temporaries",)
-        )
-        name = "triton" if backend == "triton" else "tilelang"
-        made[f"mhc_post.{name}"] = Section(
-            partial(speed.mhc_post, backend=backend, name=name), ("mhc_post_copy_share",), "alone", 40
-        )
+        given = {"arguments": {"backend": backend}}
+        official = tuple(f"official_{kind}_{backend}" for kind in OFFICIAL_KINDS)
+        made |= {
+            f"official.{backend}": Section("nano.official", official, **given),
+            f"batches.{backend}": Section("replay.batch_independence", ("batch_independence",), **given),
+            f"rows_32768.{backend}": Section("op_checks.rows_32768", ("ops_large", "ops_last_element"), **given),
+            f"indexer.{backend}": Section("op_checks.indexer_memory", ("indexer_temporaries",), **given),
+        }
     for run in REPLAY_RUNS:
         made[f"replay.{run}"] = _replay(run, ("replay_equals_padded", "replay_buckets"))
     for run in DETERMINISTIC_RUNS:
@@ -82,53 +98,84 @@ def _all() -> dict[str, Section]:
     for width, mode, backend in product(WIDTHS, GRAPH_MODES, BACKENDS):
         if backend == "triton" or mode == "full":
             run = f"{width}.{mode}.{backend}"
-            made[f"sweep.{run}"] = Section(partial(jit.sweep, run=run), ("zero_compilations", "zero_loads"))
+            points = ("zero_compilations", "zero_loads")
+            made[f"sweep.{run}"] = Section("jit.sweep", points, arguments={"run": run})
     small = ("ops", "case_C8", "ops_layouts", "ops_poisoned")
     for backend, part in (("triton", "0/3"), ("triton", "1/3"), ("triton", "2/3"), ("libraries", "0/1")):
-        made[f"ops.{backend}.{part[0]}"] = Section(partial(op_checks.small, part=part, backend=backend), small)
-    for width, part in product(WIDTHS, ("0/2", "1/2")):
-        made[f"ops_large.{width}.{part[0]}"] = Section(
-            partial(op_checks.large, width=width, part=part, backend="triton"), ("ops_large",)
+        made[f"ops.{backend}.{part[0]}"] = Section(
+            "op_checks.small", small, arguments={"part": part, "backend": backend}
         )
-    made["ops_large.flash.libraries"] = Section(
-        partial(op_checks.large, width="flash", part="0/1", backend="libraries"), ("ops_large",)
-    )
-    for part in cases.SUITE:
-        stage = "alone" if part == "graphs" else "together"
-        made[f"suite.{part}"] = Section(partial(cases.suite, part=part), ("gpu_tests",), stage)
-    made["first_request"] = Section(speed.first_request, ("first_request",), "gated", 240)
+    for width, part in product(WIDTHS, ("0/2", "1/2")):
+        made[f"ops_large.{width}.{part[0]}"] = _large(width, part, "triton")
+    made["ops_large.flash.libraries"] = _large("flash", "0/1", "libraries")
+    for part in suites.PARTS:
+        made[f"suite.{part}"] = Section("suites.suite", ("gpu_tests",), arguments={"part": part})
+    made["first_request"] = Section("speed.first_request", ("first_request",), "last", 90, prepare="servers")
     return made
 
 
+def _mhc_post(backend: str, name: str) -> Section:
+    given = {"arguments": {"backend": backend, "name": name}, "imports": (name,)}
+    return Section("speed.mhc_post", ("mhc_post_copy_share",), "alone", 100, **given)
+
+
 def _replay(run: str, points: tuple[str, ...]) -> Section:
-    return Section(partial(replay.replay, run=run), points)
+    return Section("replay.replay", points, arguments={"run": run})
+
+
+def _large(width: str, part: str, backend: str) -> Section:
+    given = {"arguments": {"width": width, "part": part, "backend": backend}}
+    return Section("op_checks.large", ("ops_large",), **given)
 
 
 SECTIONS: dict[str, Section] = _all()
-GROUPS: tuple[tuple[str, ...], ...] = (
-    ("replay.exact.full", "replay.exact.full.deterministic", "batches.triton"),
-    ("replay.official.full", "replay.official.full.deterministic"),
-    ("replay.official.piecewise", "replay.official.piecewise.deterministic"),
-    ("replay.exact.piecewise", "layers_43"),
-    ("indexer.libraries", "replay.official.full.libraries", "replay.official.full.libraries.deterministic"),
-    ("rows_32768.libraries", "replay.official.piecewise.libraries"),
-    ("official.libraries", "batches.libraries"),
-    ("prewarm_off", "prewarm_order", "mhc_compilations"),
-    ("official.triton", "bad_lengths", "expert_memory"),
-    ("references", "exact", "poison", "cold_key"),
-    ("rows_32768.triton", "long_positions", "indexer.triton"),
-    ("mhc_post.triton", "mhc_post.tilelang", "decode"),
-)
-"""Sections that share a process, since to import everything and to reach the GPU takes as long as many of them."""
-_LONGEST = ("suite", "processes", "ops", "sweep", "public")
+GROUPS: dict[tuple[str, ...], float] = {
+    ("mhc_post.triton", "mhc_post.tilelang", "decode"): 0,
+    ("references", "exact", "poison", "cold_key"): 900,
+    ("replay.exact.full", "replay.exact.full.deterministic", "batches.triton"): 900,
+    ("official.triton", "bad_lengths", "expert_memory"): 900,
+    ("suite.engine",): 100,
+    ("suite.deep_gemm",): 80,
+    ("official.libraries", "batches.libraries"): 85,
+    ("suite.capture",): 75,
+    ("rows_32768.libraries", "replay.official.piecewise.libraries"): 75,
+    ("mhc_compilations",): 70,
+    ("sweep.flash.full.libraries",): 66,
+    ("processes",): 62,
+    ("replay.exact.piecewise", "layers_43"): 62,
+    ("replay.official.piecewise", "replay.official.piecewise.deterministic"): 59,
+    ("indexer.libraries", "replay.official.full.libraries", "replay.official.full.libraries.deterministic"): 53,
+    ("sweep.pro.full.libraries",): 52,
+    ("ops.libraries.0",): 50,
+    ("ops.triton.1",): 48,
+    ("ops.triton.2",): 46,
+    ("public_cases",): 44,
+    ("sweep.pro.piecewise.triton",): 41,
+    ("suite.experts",): 40,
+    ("replay.official.full", "replay.official.full.deterministic"): 37,
+    ("suite.rest",): 36,
+    ("sweep.flash.piecewise.triton",): 36,
+    ("ops_large.pro.1",): 35,
+    ("ops.triton.0",): 33,
+    ("rows_32768.triton", "long_positions", "indexer.triton"): 29,
+    ("ops_large.pro.0",): 28,
+    ("suite.mhc",): 26,
+    ("prewarm_off", "prewarm_order"): 23,
+}
+"""Sections that share a process, since to import everything and to reach the GPU takes as long as many of them; and
+where a process stands among those that run together. Numbers are seconds as an H200 took them: whoever takes longest
+begins first, so that none is alone at the end. Before them stand the short ones of most weight, with 900."""
+_OTHERS = 25
 
 
 def processes(stages: tuple[Stage, ...], only: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Sections of ``stages`` by process; those that take longest first, so that none is alone at the end."""
+    """Sections of ``stages`` by process, in the order in which they begin."""
     grouped = {name: group for group in GROUPS for name in group}
-    found: dict[tuple[str, ...], None] = {}
+    found: dict[tuple[str, ...], float] = {}
     for name, section in SECTIONS.items():
         if section.stage in stages and (not only or name.startswith(only)):
             group = grouped.get(name, (name,))
-            found[tuple(n for n in group if not only or n.startswith(only))] = None
-    return sorted(found, key=lambda names: not names[0].startswith(_LONGEST))
+            found[tuple(n for n in group if not only or n.startswith(only))] = GROUPS.get(group, _OTHERS)
+    if "together" in stages:
+        return sorted(found, key=lambda names: -found[names])
+    return list(found)

@@ -15,7 +15,8 @@ def problems(report: dict[str, Any], missed: dict[str, dict[str, Any]]) -> list[
 
     Args:
         report: as written by a run.
-        missed: goals that are stated as missed, by point: ``value`` (what was measured) and ``reason``.
+        missed: goals that are stated as missed, by point: ``value`` (what was measured; ``None`` if nothing was, or
+            only the answer to an earlier question) and ``reason``.
     """
     found = [f"{key}: the report lacks it" for key in TOP_KEYS if key not in report]
     if report.get("clean_tree") is not True:
@@ -34,18 +35,23 @@ def problems(report: dict[str, Any], missed: dict[str, dict[str, Any]]) -> list[
             found.append(f"{name}: stated as missed, but not a known point")
         elif not stated.get("reason"):
             found.append(f"{name}: stated as missed without a reason")
+        elif "value" not in stated:
+            found.append(f"{name}: stated as missed without a value, which is null if none was measured")
         elif points.get(name, {}).get("pass") is True:
             found.append(f"{name}: stated as missed, but it passes")
     return found
 
 
 def _point_problems(name: str, entry: dict[str, Any] | None, stated: dict[str, Any] | None) -> list[str]:
+    unmeasured = stated is not None and stated.get("value") is None
     if entry is None:
-        return ["the report lacks the point"]
+        return [] if unmeasured else ["the report lacks the point"]
     lacking = [f"lacks {key}" for key in POINT_KEYS if key not in entry]
     if lacking:
         return lacking
     point, found = POINTS[name], []
+    if unmeasured and entry["question"] != point.question:
+        return []
     for key in ("question", "bar", "sense"):
         if entry[key] != getattr(point, key):
             found.append(f"{key} must be {getattr(point, key)!r}, got {entry[key]!r}")
@@ -63,7 +69,9 @@ def _point_problems(name: str, entry: dict[str, Any] | None, stated: dict[str, A
         found.append(f"pass must be {passed}, got {entry['pass']!r}")
     if not passed and stated is None:
         found.append(f"failed: {value!r} is not {point.sense} {point.bar!r}" + _because(entry))
-    if stated is not None and not passed and stated.get("value") != value:
+    if unmeasured and value is not None:
+        found.append(f"stated as not measured, but the report holds {value!r}")
+    elif stated is not None and not passed and stated.get("value") != value:
         found.append(f"the value stated as missed must be the measured {value!r}, got {stated.get('value')!r}")
     return found
 
@@ -80,7 +88,12 @@ def validate(path: Path, missed_path: Path) -> int:
     for text in found:
         print(f"WRONG   {text}")
     for name, stated in missed.items():
-        print(f"MISSED  {name}: {stated.get('value')}, {stated.get('reason')}")
+        measured = "NO VALUE" if stated.get("value") is None else "MISSED  "
+        print(f"{measured} {name}: {stated.get('value')}, {stated.get('reason')}")
     passed = sum(entry.get("pass") is True for entry in report.get("points", {}).values())
-    print(f"{passed} of {len(POINTS)} points pass, {len(missed)} stated as missed, {len(found)} problems in {path}")
+    unmeasured = sum(stated.get("value") is None for stated in missed.values())
+    print(
+        f"{passed} of {len(POINTS)} points pass, {len(missed)} stated as missed ({unmeasured} of them not measured), "
+        f"{len(found)} problems in {path}"
+    )
     return 1 if found else 0

@@ -1,14 +1,12 @@
 """The prewarm: its seconds and keys, cold and warm, in child processes; what it must refuse."""
 
 import importlib
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,73 +20,32 @@ from dsv4.graphs.jit_monitor import JitMonitor
 from dsv4.ops import _runtime
 from dsv4.ops._jit_libraries import jit_libraries
 
-from .common import NANO, ROOT, Place, Record, next_line, tell
+from . import children
+from .common import Record
 from .models import LIBRARIES, nano_engine, settings_of, using_backend
+from .place import NANO, Place, cache_environment
 
 GEMM_OPS = ("linear", "few_rows", "few_rows_fp8", "fp8_linear", "grouped_o_proj", "expert_ffn", "indexer_logits",
             "deep_gemm")  # fmt: skip
 MHC_OPS = ("mhc_pre", "mhc_post", "mhc_post_pre", "mhc_head")
-CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "DG_JIT_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
 
 
-def cache_environment(folder: Path) -> dict[str, str]:
-    """Environment in which every kernel cache lies below ``folder``."""
-    return os.environ | {name: str(folder / name.lower()) for name in CACHE_VARIABLES}
-
-
-def shared_caches(place: Place) -> dict[str, str]:
-    """What the two cold prewarms left: Triton's kernels of one, those of the other libraries of the other."""
-    libraries = cache_environment(place.cache / "kernels_libraries")
-    return cache_environment(place.cache / "kernels_triton") | {
-        name: libraries[name] for name in ("TILELANG_CACHE_DIR", "DG_JIT_CACHE_DIR")
-    }
-
-
-def start_child(place: Place, function: str, *arguments: str, environment: dict[str, str]) -> subprocess.Popen:
-    """A function of :data:`CHILDREN` in a fresh process, whose last line is its result."""
-    command = [
-        sys.executable,
-        "-m",
-        "tools.gpu_check",
-        "child",
-        function,
-        *arguments,
-        *(["--dry"] if place.dry else []),
-    ]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
-
-
-def result_of(process: subprocess.Popen) -> dict[str, Any]:
-    result = json.loads(next_line(process, "result "))
-    process.wait()
-    return result
-
-
-def cold_and_warm(place: Place, record: Record) -> None:
+def cold_and_warm(place: Place, record: Record, prepared: Sequence[children.Child]) -> None:
     """Everything for Flash from empty caches, then again in new processes; the caches stay for the other sections."""
-    kinds = [(backend, kind) for backend in LIBRARIES for kind in ("cold", "warm")]
-    environments = {backend: cache_environment(place.cache / f"kernels_{backend}") for backend in LIBRARIES}
-    # they import and reach the GPU beside each other, and then measure in turn
-    children = [start_child(place, "prewarm", backend, environment=environments[backend]) for backend, _ in kinds]
     details = record.samples.setdefault("prewarm_details", {})
-    try:
-        for process in children:
-            next_line(process, "ready")
-        for (backend, kind), process in zip(kinds, children, strict=True):
-            with record.block(f"prewarm_{kind}_s", "gemm_keys") as (seconds, gemm):
-                tell(process)
-                found = result_of(process)
-                details.setdefault(backend, {})[kind] = found
-                seconds[backend] = {"call_s": found["call_s"]}
-                if kind == "cold":
-                    gemm[backend] = found["gemm"]
-    finally:
-        for process in children:
-            process.kill()
+    for child in prepared:
+        _, backend, kind = child.purpose
+        with record.block(f"prewarm_{kind}_s", "gemm_keys") as (seconds, gemm):
+            child.go()
+            found = child.result()
+            details.setdefault(backend, {})[kind] = found
+            seconds[backend] = {"call_s": found["call_s"]}
+            if kind == "cold":
+                gemm[backend] = found["gemm"]
 
 
-def prewarm_child(place: Place, backend: str) -> dict[str, Any]:
+def prewarm_child(place: Place, backend: str, kind: str) -> dict[str, Any]:
+    """A prewarm; ``kind`` names it."""
     from dsv4.prewarming import warm_kernels
 
     budget = 8 if place.dry else 8192
@@ -143,7 +100,7 @@ def mhc_compilations(place: Place, record: Record) -> None:
 def _mhc_compilations(place: Place, backend: str, width: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         environment = cache_environment(Path(folder))
-        return result_of(start_child(place, "mhc", backend, width, environment=environment))["compilations"]
+        return children.start(place, "mhc", backend, width, environment=environment).result()["compilations"]
 
 
 def mhc_child(place: Place, backend: str, width: str) -> dict[str, Any]:
@@ -163,7 +120,7 @@ def switched_off(place: Place, record: Record) -> None:
     """``DSV4_PREWARM=0`` skips the kernels."""
     with record.block("prewarm_off") as (found,), tempfile.TemporaryDirectory() as folder:
         environment = cache_environment(Path(folder)) | {"DSV4_PREWARM": "0"}
-        found |= result_of(start_child(place, "off", environment=environment))
+        found |= children.start(place, "off", environment=environment).result()
 
 
 def off_child(place: Place) -> dict[str, Any]:
@@ -232,6 +189,3 @@ def _while_capturing(call: Any, kind: type[Exception]) -> str:
     except kind as error:
         return str(error)
     return "no error"
-
-
-CHILDREN = {"prewarm": prewarm_child, "mhc": mhc_child, "off": off_child}

@@ -1,0 +1,93 @@
+"""``pytest -m gpu`` in parts that run in parallel, inside their sections' processes.
+
+What a test left is recorded as soon as it ends, so that a part that is stopped says how far it came.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .place import ROOT, Place
+
+if TYPE_CHECKING:
+    from .common import Record
+
+_NAMED: dict[str, tuple[str, ...]] = {
+    "mhc": ("tests/gpu/test_mhc_tilelang.py",),
+    "deep_gemm": ("tests/gpu/test_deep_gemm.py",),
+    "experts": ("tests/gpu/test_expert_formats.py", "tests/gpu/test_expert_memory.py"),
+    "capture": ("tests/graphs/test_capture_device.py",),
+    "engine": ("tests/graphs/test_gpu_engine.py",),
+}
+PARTS = (*_NAMED, "rest")
+"""Parts of the suite; whatever has a GPU test and is not named belongs to the last."""
+MEASURED = tuple(
+    f"tests/test_gpu_cases.py::{name}"
+    for name in (*(f"test_case[{case}]" for case in ("c1", "c3", "c5", "c6", "c8", "c12")), "test_c11")
+)
+"""Tests that call the functions whose samples are points of the report themselves: not run a second time."""
+_SLOW_S = 1.0
+_STACKS_AFTER_S = 60  # a test that takes longer shows where it is
+_OUTCOMES = ("passed", "failed", "errors", "skipped")
+
+
+def files(part: str) -> list[str]:
+    """Test files of a part, relative to the repository. Files without a GPU test would only cost their import."""
+    if part != "rest":
+        return list(_NAMED[part])
+    named = {file for each in _NAMED.values() for file in each}
+    every = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text())
+    return [name for name in (path.relative_to(ROOT).as_posix() for path in every) if name not in named]
+
+
+def suite(place: Place, record: "Record", part: str) -> None:
+    """One part; names of tests that did not pass go into the samples, slow ones into the details."""
+    import pytest
+
+    marks, where = ("not gpu and not slow", ["tests/ops/test_formats.py"]) if place.dry else ("gpu", files(part))
+    options = ["-m", marks, "-q", "-rfE", "--durations=0", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+    options += ["-o", f"faulthandler_timeout={_STACKS_AFTER_S}", *(f"--deselect={name}" for name in MEASURED)]
+    with record.block("gpu_tests") as (samples,):
+        outcomes = Outcomes(record)
+        samples[part] = outcomes.found
+        record.samples["suite_seconds"] = {part: outcomes.slow}
+        code = pytest.main([*options, *(str(ROOT / name) for name in where)], plugins=[outcomes])
+        sys.stdout.flush()
+        if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            raise RuntimeError(f"pytest must run its tests, got {code!r}")
+
+
+class Outcomes:
+    """A plugin of pytest that counts outcomes in ``found`` and writes them down test by test."""
+
+    def __init__(self, record: "Record") -> None:
+        self.found: dict[str, Any] = dict.fromkeys(_OUTCOMES, 0) | {"names": []}
+        self.slow: dict[str, float] = {}
+        self._record = record
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """A test passes in its call; it can fail or be skipped in any of its phases, and anew in its teardown."""
+        if report.passed:
+            self._count("passed" if report.when == "call" else None, report)
+        elif report.skipped:
+            self._count("skipped", report)
+        else:
+            self._count("failed" if report.when == "call" else "errors", report)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if not report.passed:
+            self._count("skipped" if report.skipped else "errors", report)
+
+    def _count(self, outcome: str | None, report: Any) -> None:
+        if outcome is not None:
+            self.found[outcome] += 1
+            if outcome != "passed":
+                self.found["names"].append(f"{report.nodeid} {outcome}: {_reason(report)}"[:200])
+        seconds = getattr(report, "duration", 0.0)
+        if seconds >= _SLOW_S:
+            self.slow[f"{report.nodeid} {getattr(report, 'when', 'collect')}"] = round(seconds, 1)
+        self._record.write()
+
+
+def _reason(report: Any) -> str:
+    lines = str(report.longrepr).strip().splitlines()
+    return next((line for line in reversed(lines) if line.startswith("E ")), lines[-1] if lines else "").strip()
