@@ -1,6 +1,7 @@
 """Every op against its reference: small and large row counts, long positions, layouts, poisoned memory."""
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,8 +45,26 @@ def _specs(part: str) -> list[ops.OpSpec]:
 
 
 def _example(spec: ops.OpSpec, shape: Shape, rows: int, dtype: torch.dtype, place: Place) -> tuple[tuple, dict]:
-    args, kwargs = spec.example(shape, num_tokens=rows, device=torch.device("cpu"), dtype=dtype, seed=rows)
+    with _experts_packed_on(place.device):
+        args, kwargs = spec.example(shape, num_tokens=rows, device=torch.device("cpu"), dtype=dtype, seed=rows)
     return to_device(args, place.device), kwargs
+
+
+@contextmanager
+def _experts_packed_on(device: torch.device) -> Iterator[None]:
+    """Examples bring FP4 experts to their format on ``device``, one by one: on the CPU it took most of a section."""
+    module = sys.modules["dsv4.ops.expert_ffn"]
+    before = module._fp4
+
+    def packed(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = [[t.cpu() for t in before(expert.to(device))] for expert in weight]
+        return tuple(map(torch.stack, zip(*parts, strict=True)))
+
+    module._fp4 = packed
+    try:
+        yield
+    finally:
+        module._fp4 = before
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -54,9 +73,11 @@ def name_of(dtype: torch.dtype) -> str:
 
 def small(place: Place, record: Record, part: str, backend: str) -> None:
     """0 to 129 rows of nano and Flash; and what must not change a result."""
+    seconds = record.samples.setdefault("ops_seconds", {}).setdefault(backend, {})
     for spec in _specs(part):
         if backend == "libraries" and not spec.name.startswith(("mhc", *LIBRARY_GEMMS)):
             continue
+        began = time.perf_counter()
         with record.block("ops", "case_C8") as (found, empty), using_backend(backend, place):
             for shape, dtype in _shapes(place, backend):
                 case, worst = f"{backend}.{shape.name}.{name_of(dtype)}", {}
@@ -75,6 +96,7 @@ def small(place: Place, record: Record, part: str, backend: str) -> None:
             poisoned.setdefault(spec.name, {})[backend] = sum(map(differs, got, want))
             got = outputs(spec, _apart(spec, args), kwargs)
             layouts.setdefault(spec.name, {})[backend] = sum(map(differs, got, want))
+        seconds[spec.name] = round(time.perf_counter() - began, 1)
 
 
 def _apart(spec: ops.OpSpec, args: tuple) -> tuple:
@@ -102,14 +124,17 @@ def fresh_memory_poisoned() -> Iterator[None]:
 def large(place: Place, record: Record, width: str, part: str, backend: str) -> None:
     """8,192 rows of every model op at Flash or Pro shapes, in bf16."""
     shape, rows = (tiny, 65) if place.dry else (few_experts({"flash": flash, "pro": pro}[width]), 8192)
+    seconds = record.samples.setdefault("ops_large_seconds", {}).setdefault(f"{width}.{backend}", {})
     for spec in _specs(part):
         if spec.role != "model" or (backend == "libraries" and not spec.name.startswith(LIBRARY_GEMMS)):
             continue
+        began = time.perf_counter()
         with record.block("ops_large") as (found,), using_backend(backend, place), torch.no_grad():
             args, kwargs = _example(spec, shape, rows, torch.bfloat16, place)
             case = f"{width}.{rows}.bfloat16" if backend == "triton" else f"{width}.{rows}.{backend}.bfloat16"
             found.setdefault(spec.name, {})[case] = errors_of(spec, args, kwargs)
-        del args
+        args = None
+        seconds[spec.name] = round(time.perf_counter() - began, 1)
         if not place.dry:
             torch.cuda.empty_cache()
 
