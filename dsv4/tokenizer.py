@@ -137,11 +137,19 @@ def _special_id(backend: tokenizers.Tokenizer, name: str, names: dict[str, Any],
         token = token.get("content")
     if token is None:
         return ids.get(f"{name}_token_id")
-    token_id = backend.token_to_id(token)
+    token_id = backend.token_to_id(token) if isinstance(token, str) else None
     if token_id is None:
         raise ValueError(f"{name}_token must be in tokenizer.json, got {token!r}")
     return token_id
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be valid JSON, got: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must be a JSON object, got {type(found).__name__}")
+    return found

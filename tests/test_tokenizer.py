@@ -98,6 +98,12 @@ def test_loading_errors(tmp_path):
         Tokenizer.from_dir(copy_nano(tmp_path, bos_token="<｜User｜>"))
     with pytest.raises(ValueError, match="eos_token must be in tokenizer.json, got '<end>'"):
         Tokenizer.from_dir(copy_nano(tmp_path, bos_token="<｜User｜>", eos_token="<end>"))
+    with pytest.raises(ValueError, match="eos_token must be in tokenizer.json, got 7"):
+        Tokenizer.from_dir(copy_nano(tmp_path, bos_token="<｜User｜>", eos_token=7))
+    for text, message in (("[]", "must be a JSON object, got list"), ("{", "must be valid JSON, got: ")):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(ValueError, match=f"tokenizer_config.json {message}"):
+            Tokenizer.from_dir(tmp_path)
     plain = tokenizers.Tokenizer(tokenizers.models.BPE())
     with pytest.raises(ValueError, match="the decoder of tokenizer.json must be ByteLevel, got NoneType"):
         Tokenizer(plain, bos_id=0, eos_id=1, pad_id=None)
