@@ -5,6 +5,7 @@ other processes), what capture will take, the transient buffers of a step that r
 ``gpu_memory_utilization`` leaves alone, and the caches.
 """
 
+import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -62,16 +63,20 @@ def plan_cache(config: ModelConfig, settings: EngineConfig, memory: DeviceMemory
         config: the model's config.
         settings: ``num_blocks`` wins if given, but must fit into free memory; else as many blocks as fit within
             ``gpu_memory_utilization``, without prefix reuse no more than running requests can hold.
-        memory: of the device; ``None`` where it is not measured.
+        memory: of the device; ``None`` where it is not measured: caches then must fit into the machine's memory.
 
     Raises:
         ValueError: the caches do not fit; names what they need and what is free.
     """
     if memory is None:
         blocks, source = cache_pages(settings, config.sliding_window)[0], "given" if settings.num_blocks else "default"
-        return CachePlan(
-            num_blocks=blocks, cache_bytes=cache_bytes(config, settings, blocks), source=source, memory=None
-        )
+        need, host = cache_bytes(config, settings, blocks), _host_bytes()
+        if need > host:  # the system would grant the memory, and end the process when it is written
+            raise ValueError(
+                f"caches must fit into host memory of {host / GIB:.2f} GiB, got {need / GIB:.2f} GiB for {blocks} "
+                f"blocks (max_seq_len {settings.max_seq_len}, max_requests {settings.max_requests})"
+            )
+        return CachePlan(num_blocks=blocks, cache_bytes=need, source=source, memory=None)
     room = memory.free - memory.graphs - memory.transient
     if settings.num_blocks is not None:
         need = cache_bytes(config, settings, settings.num_blocks)
@@ -105,6 +110,11 @@ def cache_bytes(config: ModelConfig, settings: EngineConfig, num_blocks: int) ->
         storage=settings.storage, max_draft=settings.draft_tokens, device=torch.device("meta"),
     )  # fmt: skip
     return caches.bytes()
+
+
+def _host_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _rounding(config: ModelConfig) -> int:

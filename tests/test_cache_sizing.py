@@ -40,6 +40,16 @@ def test_blocks_that_no_prefix_needs_are_left_alone():
     assert plan_cache(FLASH, settings, None).num_blocks == 3 * settings.max_blocks
 
 
+def test_caches_larger_than_the_machine_are_refused(monkeypatch):
+    settings = flash_settings(max_seq_len=2**20)
+    need = cache_bytes(FLASH, settings, 8 * settings.max_blocks)
+    monkeypatch.setattr("dsv4.cache_sizing._host_bytes", lambda: need)
+    assert plan_cache(FLASH, settings, None).cache_bytes == need
+    monkeypatch.setattr("dsv4.cache_sizing._host_bytes", lambda: need - 1)
+    with pytest.raises(ValueError, match="caches must fit into host memory of .* GiB for 32768 blocks"):
+        plan_cache(FLASH, settings, None)
+
+
 def test_given_blocks_must_fit():
     """They may use the share that gpu_memory_utilization leaves alone, not more."""
     settings = flash_settings(num_blocks=400)
