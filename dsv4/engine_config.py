@@ -1,6 +1,7 @@
 """Settings of an engine, validated once and never changed."""
 
 from dataclasses import dataclass
+from os import PathLike
 from typing import Literal, get_args
 
 import torch
@@ -73,7 +74,10 @@ class EngineConfig:
     draft_tokens: int = 0
 
     def __post_init__(self) -> None:
-        device = torch.device(self.device)
+        try:
+            device = torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device must be cpu, cuda or cuda:<index>, got {self.device!r}") from error
         if device.type not in ("cpu", "cuda"):
             raise NotImplementedError(f"device must be cpu or cuda, got {self.device}: there are no kernels for it")
         if device.type == "cuda" and not torch.cuda.is_available():
@@ -97,8 +101,11 @@ class EngineConfig:
         for name in ("deterministic", "prefix_reuse", "prewarm"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        if isinstance(self.boundary_ops, str):
-            raise ValueError(f"boundary_ops must be a tuple of op names, got {self.boundary_ops!r}")
+        names = () if self.boundary_ops is None else self.boundary_ops
+        if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"boundary_ops must be a tuple of op names, got {names!r}")
+        if self.compile_cache is not None and not isinstance(self.compile_cache, (str, PathLike)):
+            raise ValueError(f"compile_cache must be a directory or None, got {self.compile_cache!r}")
         if self.boundary_ops is not None and self.compile != "piecewise":
             raise ValueError(f"boundary_ops must come with compile 'piecewise', got {self.compile!r}")
         for name in ("max_seq_len", "max_requests", "token_budget", "chunk_tokens", "prewarm_workers"):

@@ -23,6 +23,11 @@ def test_graphs_are_the_default_where_they_exist(monkeypatch):
     ({"gpu_memory_utilization": True}, r"gpu_memory_utilization must be a number in \(0, 1\], got True"),
     ({"gpu_memory_utilization": "90%"}, r"gpu_memory_utilization must be a number in \(0, 1\], got '90%'"),
     ({"num_blocks": 0}, "num_blocks must be an integer of at least 1, got 0"),
+    ({"device": "gpu"}, "device must be cpu, cuda or cuda:<index>, got 'gpu'"),
+    ({"device": None}, "device must be cpu, cuda or cuda:<index>, got None"),
+    ({"boundary_ops": (3,)}, r"boundary_ops must be a tuple of op names, got \(3,\)"),
+    ({"boundary_ops": 3}, "boundary_ops must be a tuple of op names, got 3"),
+    ({"compile_cache": 3}, "compile_cache must be a directory or None, got 3"),
 ])  # fmt: skip
 def test_refused(settings, message):
     with pytest.raises(ValueError, match=message):
