@@ -190,13 +190,14 @@ def compare(
     engine: EngineOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Run each recorded sublayer alone and report its distance from the record."""
+    """Run each recorded sublayer alone, eagerly (compile off), and report its distance from the record."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from . import evaluate
     from .engine import Engine
 
+    choice("compile", engine.compile, ("off",))  # pieces of the whole model would compile and stay unused
     try:
         recorded = load_file(layers)
     except (OSError, SafetensorError) as error:

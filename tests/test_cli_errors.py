@@ -59,6 +59,7 @@ ARGUMENTS = [
     (("compare", NANO, "--layers", "/no/such/file"), "layers file must be a readable safetensors file"),
     (("compare", NANO, "--layers", NANO / "config.json"), "layers file must be a readable safetensors file"),
     (("compare", NANO, "--layers", NANO), "layers file must be a readable safetensors file"),
+    (("compare", NANO, "--layers", "x", "--compile", "full"), "compile must be one of ['off'], got 'full'"),
     (("inspect", NANO, "--compile", "on"), "compile must be one of"),
     (("inspect", NANO, "--numerics", "fast"), "numerics must be one of"),
 ]
