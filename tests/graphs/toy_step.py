@@ -195,7 +195,7 @@ def _traced(boundary: tuple[str, ...], options: tuple[tuple[str, object], ...]) 
 
 
 def shared(boundary: tuple[str, ...] = BOUNDARY, **options) -> tuple[Model, CompiledModel]:
-    """A compiled model as new, traced once per process. Whoever replaces its tensors must make one of their own."""
+    """A compiled model as new, traced once per test module. Whoever replaces its tensors must make one of their own."""
     model, result, state = _traced(boundary, tuple(sorted(options.items())))
     model.load_state_dict(state)
     result.wrap_pieces(lambda piece, call: call)
