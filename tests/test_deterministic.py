@@ -84,7 +84,7 @@ def test_rows_in_a_step_two_threads(tiny, two_threads, numerics):
     check_total(tiny[numerics], 129, places=(2,), mtp=False)
 
 
-@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("numerics", ["exact", pytest.param("official", marks=pytest.mark.slow)])
 def test_rows_in_a_large_step(tiny, numerics):
     check_total(tiny[numerics], 4225, places=(36,), mtp=False)
 
@@ -135,7 +135,7 @@ def test_chunks(tiny, numerics):
     model = tiny[numerics]
     tokens = random_tokens(206, model.config.vocab_size, 2)
     whole = run_chunks(tiny_model.runner_of(model), place(0), tokens, len(tokens))
-    for chunk in CHUNKS:
+    for chunk in (1, 3, 127, 128):  # of a ratio-128 window: pieces, one row less, all
         part = tokens[: {1: 31, 3: 67}.get(chunk, len(tokens))]
         got = run_chunks(tiny_model.runner_of(model), place(0), part, chunk, mtp=chunk in (3, 127))
         want = {name: whole[name][: len(part) - 1] for name in got}

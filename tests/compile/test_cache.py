@@ -53,10 +53,17 @@ def run_here(cache_dir: Path, salt: str):
     return compiled, compiled(inputs)
 
 
-def test_second_process_loads_every_piece(cache_dir):
+@pytest.fixture(scope="module")
+def filled(cache_dir):
+    """A compiled model whose three pieces are in the cache, and its output."""
     compiled, expected = run_here(cache_dir, "process")
-    later = compiled(toy.make_inputs(1, 1, 1))
     assert compiled.report.cache_misses == 3
+    return compiled, expected
+
+
+def test_second_process_loads_every_piece(cache_dir, filled):
+    compiled, expected = filled
+    later = compiled(toy.make_inputs(1, 1, 1))
     result = run_process(cache_dir, "refuse")
     assert (result["hits"], result["misses"], result["seconds"]["compile"]) == (3, 0, 0.0)
     torch.testing.assert_close(torch.tensor(result["out"]), expected, rtol=0, atol=0)
@@ -66,17 +73,16 @@ def test_second_process_loads_every_piece(cache_dir):
     assert result["spawned"] and not built
 
 
-def test_damaged_entry_is_compiled_again(cache_dir, caplog):
-    first, expected = run_here(cache_dir, "damaged")
-    assert first.report.cache_misses == 3
-    mine = [p for p in cache_dir.glob("*.json") if json.loads(p.read_text())["identity"]["salt"] == "damaged"]
+def test_damaged_entry_is_compiled_again(cache_dir, filled, caplog):
+    _, expected = filled
+    mine = [p for p in cache_dir.glob("*.json") if json.loads(p.read_text())["identity"]["salt"] == "process"]
     victim = cache_dir / json.loads(mine[0].read_text())["file"]
     victim.write_bytes(victim.read_bytes()[:-100])
     with caplog.at_level(logging.WARNING):
-        second, again = run_here(cache_dir, "damaged")
+        second, again = run_here(cache_dir, "process")
     assert (second.report.cache_hits, second.report.cache_misses) == (2, 1)
     assert torch.equal(again, expected) and "compiling again" in caplog.text
-    third, _ = run_here(cache_dir, "damaged")
+    third, _ = run_here(cache_dir, "process")
     assert third.report.cache_hits == 3 and not list(cache_dir.glob("*.tmp"))
 
 
