@@ -1,8 +1,14 @@
-"""Capture on a CUDA device: what graphs of CPU tensors cannot show."""
+"""Capture on a CUDA device: what graphs of CPU tensors cannot show.
+
+Models are compiled once and shared by the tests, which find them as new: Inductor takes far longer than what is tested.
+"""
+
+import functools
 
 import pytest
 import torch
 
+from dsv4.compile import CompiledModel
 from dsv4.graphs.buckets import Ladder
 from dsv4.graphs.capture import CapturedStep
 from dsv4.graphs.device_graphs import CudaGraphs
@@ -15,17 +21,31 @@ pytestmark = pytest.mark.gpu
 MODES = ("piecewise", "full")
 
 
+@functools.cache
+def _compiled(boundary: tuple[str, ...], number: int, **options) -> tuple[toy.Model, CompiledModel, dict]:
+    model = toy.Model(**options).cuda()
+    return model, toy.compiled(model, boundary, "inductor"), {n: t.clone() for n, t in model.state_dict().items()}
+
+
+def compiled(number: int = 0, boundary=toy.BOUNDARY, **options) -> tuple[toy.Model, CompiledModel]:
+    """An Inductor-compiled model on the device; ``number`` tells models apart that are otherwise alike."""
+    model, result, state = _compiled(boundary, number, **options)
+    model.load_state_dict(state)
+    result.wrap_pieces(lambda piece, call: call)
+    return model, result
+
+
 @pytest.fixture
 def cuda_step():
-    """``cuda_step(seed, boundary, ...)``: an Inductor-compiled model, captured; and one like it that is not."""
+    """``cuda_step(seed, boundary, ...)``: a compiled model, captured; and one like it that is not."""
     steps: list[CapturedStep] = []
 
     def make(seed: int = 0, boundary=toy.BOUNDARY, **options) -> tuple[CapturedStep, toy.Model, toy.Model, object]:
-        model, other = (toy.Model(seed).cuda() for _ in range(2))
-        step = toy.captured(toy.compiled(model, boundary, "inductor"), CudaGraphs(), **options)
+        (model, step_function), (other, eager) = (compiled(number, boundary, seed=seed) for number in range(2))
+        step = toy.captured(step_function, CudaGraphs(), **options)
         step.capture(no_prewarm)
         steps.append(step)
-        return step, model, other, toy.compiled(other, boundary, "inductor")
+        return step, model, other, eager
 
     yield make
     for step in steps:
@@ -60,9 +80,13 @@ def test_device_two_models_in_turn(cuda_step):
 
 def test_device_debug_finds_a_replaced_cache(cuda_step):
     step, model, _, _ = cuda_step(mode="piecewise", debug=True)
-    model.layers[1].cache = model.layers[1].cache.clone()
-    with pytest.raises(StaleAddressError, match="compiled piece 2 .*: input"):
-        step(toy.make_inputs(5, 2, 3, device="cuda"))
+    layer = model.layers[1]
+    before, layer.cache = layer.cache, layer.cache.clone()
+    try:
+        with pytest.raises(StaleAddressError, match="compiled piece 2 .*: input"):
+            step(toy.make_inputs(5, 2, 3, device="cuda"))
+    finally:
+        layer.cache = before
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -70,7 +94,7 @@ def test_device_pool_is_shared_and_freed(mode):
     """Of a ladder up to 65,536 rows the largest bucket takes the pool, later ones and deeper models hardly more."""
     ladder, growth = Ladder.build(1 << 16, max_requests=4, max_entries=8), []
     for layers in (2, 8):
-        model = toy.compiled(toy.Model(layers=layers).cuda(), backend="inductor")
+        _, model = compiled(layers=layers)
         step = toy.captured(model, CudaGraphs(), ladder, mode=mode)
         step.capture(no_prewarm)  # what the first call leaves allocated belongs to kernels and workspaces
         step.close()
@@ -88,8 +112,8 @@ def test_device_pool_is_shared_and_freed(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_device_capture_of_a_synchronising_op(mode):
     """What the driver refuses names the op; afterwards the same object captures and replays."""
-    model, other = (toy.Model(extra="fragile").cuda() for _ in range(2))
-    step = toy.captured(toy.compiled(model, backend="inductor"), CudaGraphs(), mode=mode)
+    (model, step_function), (other, eager) = (compiled(number, extra="fragile") for number in range(2))
+    step = toy.captured(step_function, CudaGraphs(), mode=mode)
 
     def synchronise() -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -102,7 +126,6 @@ def test_device_capture_of_a_synchronising_op(mode):
     finally:
         toy.trouble.clear()
     torch.cuda.synchronize()
-    eager = toy.compiled(other, backend="inductor")
     for sizes in STEPS:
         inputs = toy.make_inputs(*sizes, device="cuda")
         assert all(map(torch.equal, step.eager(inputs), eager(inputs)))
@@ -122,7 +145,7 @@ def test_device_out_of_memory(mode):
             torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**21) / total)
 
     ladder = Ladder.build(1 << 20, max_requests=4, max_entries=3)
-    step = toy.captured(toy.compiled(toy.Model().cuda(), backend="inductor"), Tight(), ladder, mode=mode)
+    step = toy.captured(compiled(seed=0)[1], Tight(), ladder, mode=mode)
     try:
         with pytest.raises(CaptureError, match="bucket of 1048576 tokens, .* must fit into device memory") as error:
             step.capture(no_prewarm)
