@@ -20,11 +20,15 @@ _NAMED: dict[str, tuple[str, ...]] = {
 }
 PARTS = (*_NAMED, "rest")
 """Parts of the suite; whatever has a GPU test and is not named belongs to the last."""
-MEASURED = tuple(
-    f"tests/test_gpu_cases.py::{name}"
-    for name in (*(f"test_case[{case}]" for case in ("c1", "c3", "c5", "c6", "c8", "c12")), "test_c11")
-)
-"""Tests that call the functions whose samples are points of the report themselves: not run a second time."""
+_ENGINE = "tests/graphs/test_gpu_engine.py::test_device_"
+_CASES = "tests/test_gpu_cases.py::test_"
+MEASURED = (
+    *(f"{_CASES}case[{case}]" for case in ("c1", "c3", "c5", "c6", "c8", "c12")), f"{_CASES}c11",
+    f"{_ENGINE}replay_is_eager_on_the_same_padded_batch", f"{_ENGINE}replay_is_the_unpadded_call_when_deterministic",
+    f"{_ENGINE}poison_changes_nothing", f"{_ENGINE}rows_alone_and_among_others",
+)  # fmt: skip
+"""Tests whose functions other sections call too, with more requests, rows and settings, for points of the report
+(``case_*``, ``replay_*``, ``poison``, ``batch_independence``): not run a second time. Names are beginnings."""
 _SLOW_S = 1.0
 _STACKS_AFTER_S = 60  # a test that takes longer shows where it is
 _OUTCOMES = ("passed", "failed", "errors", "skipped")
