@@ -66,13 +66,6 @@ def stage_progress(stage: str, console: Console | None = None, *, enabled: bool 
         yield show
 
 
-@contextmanager
-def prewarm_progress(console: Console | None = None, *, enabled: bool = True) -> Iterator[Show]:
-    """:func:`stage_progress` of the prewarm."""
-    with stage_progress("prewarm", console, enabled=enabled) as show:
-        yield show
-
-
 def _line(stage: str, console: Console, event: ItemProgress) -> None:
     took = f" {event.seconds:.1f} s" if event.state == "done" else ""
     text = f"{stage} {event.num_done}/{event.num_keys} {event.state} {event.key}{took}"

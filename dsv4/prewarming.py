@@ -29,7 +29,7 @@ from .ops import PrewarmCase, _backends, _runtime
 from .ops._jit_libraries import NOT_IMPORTED, imported_libraries
 from .ops.fp8_linear import deep_gemm_calls
 from .ops.shapes import Shape
-from .prewarm_progress import prewarm_progress
+from .prewarm_progress import stage_progress
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def warm_kernels(
     cases = prewarm_cases(config, device, settings.max_rows, settings.expert_weights)  # imports what they need
     if device.type == "cuda" and settings.gemm_backend == "deep_gemm" and prewarm_enabled():
         _compile_deep_gemm(config.shape(), settings)
-    with prewarm_progress(enabled=progress) as show:
+    with stage_progress("prewarm", enabled=progress) as show:
         report = prewarm(
             cases,
             run=run_case,

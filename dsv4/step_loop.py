@@ -134,7 +134,7 @@ class StepLoop:
         carried = [self._restore(entry) for entry in plan.entries]
         segments = [_segment(entry) for entry in plan.entries]
         ready = None if self._ahead is None else self._ahead.for_segments(segments)
-        logits, self._streams = self.runner.run(segments, **({} if ready is None else {"ready": ready}))
+        logits, self._streams = self.runner.run(segments, ready=ready)
         sampled = self._sample(plan, logits)
         self._ahead = AheadInputs.after(plan, self.scheduler, self.runner) if self.plans_ahead else None
         first_rows = accumulate((len(entry.token_ids) for entry in plan.entries), initial=0)

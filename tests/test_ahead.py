@@ -25,7 +25,7 @@ def served(nano_model, golden, *, ahead: bool, **settings) -> tuple[list, int, i
         if ready is not None:  # the same tensors as a fresh build of these segments
             fresh = build_inputs(segments, vocab_size=2048, max_blocks=engine.runner.max_blocks)
             assert all(torch.equal(getattr(ready, f.name), getattr(fresh, f.name)) for f in fields(fresh))
-        return run(segments, **pads) if ready is None else run(segments, ready=ready)
+        return run(segments, ready=ready, **pads)
 
     engine.runner.run = counted
     first, second = recorded_texts(golden)[:2]

@@ -168,7 +168,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("flags, rows", [((), {2, 128, 300}), (("--chunk", 64), {2, 64, 300 % 64})], ids=str)
 def test_logits(capfd, golden, tmp_path, monkeypatch, flags, rows):
     steps, step = set(), Runner.run
-    monkeypatch.setattr(Runner, "run", lambda self, s: steps.add(len(s[0].token_ids)) or step(self, s))
+    monkeypatch.setattr(Runner, "run", lambda self, s, **rest: steps.add(len(s[0].token_ids)) or step(self, s, **rest))
     indices = (1, 8, 12)  # 2, 128 and 300 tokens
     got = logits(capfd, tmp_path, [golden("prompts.json")[index] for index in indices], *flags)
     assert list(got) == ["logits_0", "logits_1", "logits_2"]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dsv4 import ops
-from dsv4.ops import _triton
 from dsv4.ops.shapes import flash, nano
 
+from .kernels.prewarm import launched
 from .ops import contract
 
 CPU = torch.device("cpu")
@@ -20,12 +20,6 @@ SMALL_FLASH = replace(flash, name="flash-8-experts", num_experts=8, vocab=1024)
 SPECS = [spec for spec in ops.specs().values() if spec.cuda is not None and spec.role == "model"]
 # first and last token counts of split buckets at 132 multiprocessors, and odd sizes around tile edges
 TOKEN_COUNTS = (0, 1, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 192, 193, 257, 321, 385, 449, 512)
-
-
-def launched(spec: ops.OpSpec, args: tuple, kwargs: dict) -> set:
-    with _triton.recording() as calls:
-        spec.cuda(*args, **kwargs)
-    return {call.key for call in calls}
 
 
 @pytest.mark.parametrize("shape", [nano, pytest.param(SMALL_FLASH, marks=pytest.mark.slow)], ids=lambda s: s.name)

@@ -19,7 +19,7 @@ from dsv4.graphs.prewarm import PrewarmError
 from dsv4.graphs.ranks import Ranks
 from dsv4.graphs.warmer import PrewarmProgress
 from dsv4.ops.shapes import nano
-from dsv4.prewarm_progress import prewarm_progress
+from dsv4.prewarm_progress import stage_progress
 
 from .rank_programs import (
     FakeKernels,
@@ -227,7 +227,7 @@ def test_the_cases_of_the_ops(tmp_path):
 
 def test_progress_lines():
     out = io.StringIO()
-    with prewarm_progress(Console(file=out, force_terminal=False)) as show:
+    with stage_progress("prewarm", Console(file=out, force_terminal=False)) as show:
         show(PrewarmProgress("linear/[4096]/bf16", "started", 0, 2, 0.0))
         show(PrewarmProgress("linear/[4096]/bf16", "done", 1, 2, 2.34))
     lines = ["prewarm 0/2 started linear/[4096]/bf16", "prewarm 1/2 done linear/[4096]/bf16 2.3 s"]
@@ -236,7 +236,7 @@ def test_progress_lines():
 
 def test_progress_bar():
     out = io.StringIO()
-    with prewarm_progress(Console(file=out, force_terminal=True, width=120)) as show:
+    with stage_progress("prewarm", Console(file=out, force_terminal=True, width=120)) as show:
         show(PrewarmProgress("rms_norm/64", "waiting", 1, 3, 0.0))
     assert "1/3" in out.getvalue() and "rms_norm/64 (another process compiles it)" in out.getvalue()
 
