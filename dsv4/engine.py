@@ -189,7 +189,9 @@ class Engine:
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # an error inside the block ends the prompts that are still being served
+            self.loop.reset()
         self.close()
 
     @property
@@ -282,7 +284,8 @@ class Engine:
                 ended = [live.pop(key) for key, state in list(live.items()) if state.request.state == "finished"]
                 yield {state.prompt_idx: _completion(state) for state in ended}
         finally:
-            self.loop.abandon(s.request for s in live.values() if s.request.state != "finished")
+            if not self._closed:  # a closed engine has forgotten them
+                self.loop.abandon(s.request for s in live.values() if s.request.state != "finished")
 
     def _admit(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
         check_token_ids(params.stop_token_ids, self.config.vocab_size, "stop_token_ids")

@@ -243,6 +243,19 @@ def test_close_frees_graphs_pools_and_caches(tiny):
     engine.close()
 
 
+def test_an_error_inside_the_block_ends_what_is_served(tiny):
+    hardware = SimulatedHardware()
+    with pytest.raises(KeyError, match="mine"):
+        with make(tiny, hardware) as engine:
+            stream = engine.stream(prompts(1), greedy(4))
+            next(stream)
+            raise KeyError("mine")
+    stream.close()
+    assert not any(owner.arena.live for owner in hardware.made) and not engine.loop.has_work
+    with pytest.raises(RuntimeError, match="an engine must be open to serve prompts, got one that was closed"):
+        engine.generate(prompts(1), greedy(1))
+
+
 def test_an_engine_that_serves_is_not_closed(tiny):
     engine = make(tiny)
     stream = engine.stream(prompts(1), greedy(4))
