@@ -47,6 +47,13 @@ class Child:
         return found
 
 
+def wait_for_turn() -> None:
+    """Called by a child: whoever started it may go on, and it waits to be told. It ends if nobody is left to do so."""
+    print("ready", flush=True)
+    if not sys.stdin.readline():
+        sys.exit("the process that started this one is gone")
+
+
 def start(place: Place, function: str, *arguments: str, environment: dict[str, str] | None = None) -> Child:
     """``python -m tools.gpu_check child``: one of its functions in a fresh process."""
     dry = ["--dry"] if place.dry else []

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,11 +46,9 @@ class Running:
     def go(self) -> None:
         assert self.process.stdin is not None
         self.began = time.perf_counter()
-        try:
+        with suppress(BrokenPipeError):  # it ended before its turn, which its exit status says
             self.process.stdin.write(b"go\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it ended before its turn, which its exit status says
 
 
 class Run:
@@ -70,16 +69,19 @@ class Run:
     def start(self, names: Names) -> Running:
         ready = self.place.cache / "ready" / names[0]
         ready.unlink(missing_ok=True)
-        dry = ["--dry"] if self.place.dry else []
-        command = [sys.executable, "-m", "tools.gpu_check", "section", *dry, str(self.out), str(self.place.cache)]
         environment = shared_caches(self.place) | {"OMP_NUM_THREADS": "1" if self.place.dry else "2"}
         with (self.out / f"{names[0]}.log").open("w") as log:
             process = subprocess.Popen(
-                [*command, str(ready), *names], cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=log,
-                stderr=log, start_new_session=True,
+                self.command(names, ready), cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
+                start_new_session=True,
             )  # fmt: skip
         self.alive.append(Running(names, process, ready))
         return self.alive[-1]
+
+    def command(self, names: Names, ready: Path) -> list[str]:
+        dry = ["--dry"] if self.place.dry else []
+        folders = map(str, (self.out, self.place.cache, ready))
+        return [sys.executable, "-m", "tools.gpu_check", "section", *dry, *folders, *names]
 
     def has_ended(self, one: Running, limit_s: float = LIMIT_S) -> bool:
         """Whether the process is over; one whose time is over is ended with all that it started."""
@@ -101,7 +103,8 @@ class Run:
         return True
 
     def kill(self, one: Running, why: str) -> None:
-        os.killpg(one.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it may have ended this moment
+            os.killpg(one.process.pid, signal.SIGKILL)
         one.process.wait()
         self._note(one, why)
 

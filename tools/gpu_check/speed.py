@@ -1,6 +1,5 @@
 """Timings, one at a time on an idle GPU: mHC post against a copy, decode against Hugging Face, first requests."""
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from dsv4.ops.shapes import flash
 from dsv4.runner import Sequence as Placed
 from dsv4.sampling import SamplingParams
 
-from .children import Child
+from .children import Child, wait_for_turn
 from .common import Record, random_tokens
 from .models import nano_engine, random_engine, settings_of, using_backend, wide_config
 from .place import Place
@@ -165,8 +164,7 @@ def serve(place: Place, path: str) -> dict[str, Any]:
     params = SamplingParams(max_new_tokens=4)
     prompts = [random_tokens(60, seed) for seed in range(10)]
     x = torch.randn(2048, 2048, device=place.device, dtype=torch.float32 if place.dry else torch.bfloat16)
-    print("ready", flush=True)
-    sys.stdin.readline()
+    wait_for_turn()
     awake_s, times = stay_awake(place, x), []
     for prompt in prompts:
         began = time.perf_counter()

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -56,8 +55,7 @@ def prewarm_child(place: Place, backend: str, kind: str) -> dict[str, Any]:
     for library in LIBRARIES[backend] if not place.dry else ():  # to import a library is not to warm it
         importlib.import_module(library)
     torch.zeros(1, device=place.device)
-    print("ready", flush=True)
-    sys.stdin.readline()
+    children.wait_for_turn()
     began = time.perf_counter()
     report = warm_kernels(config, settings, count=True)
     call_s = time.perf_counter() - began
