@@ -14,17 +14,18 @@ from tools.gpu_check.sections import Section
 
 PROGRAM = """
 import json, pathlib, sys, time
-out, ready, name, seconds = sys.argv[1:]
+out, ready, names, seconds = sys.argv[1:]
 made = {"imported": time.time()}
 pathlib.Path(ready).touch()
 if not sys.stdin.readline():
     sys.exit(1)
-made["began"] = time.time()
-time.sleep(float(seconds))
-if name == "bad":
-    sys.exit(7)
-made["ended"] = time.time()
-pathlib.Path(out, name + ".json").write_text(json.dumps(made))
+for name in names.split():
+    made["began"] = time.time()
+    time.sleep(float(seconds))
+    if name == "bad":
+        sys.exit(7)
+    path = pathlib.Path(out, name + ".json")
+    path.write_text(json.dumps(made | {"ended": time.time(), "finished": True}))
 """
 STAGES = {
     "prewarm": "first", "speed": "alone", "flash": "alone", "a": "together", "b": "together", "bad": "together",
@@ -39,7 +40,7 @@ class ShortRun(Run):
 
     def command(self, names: tuple[str, ...], ready: Path) -> list[str]:
         seconds = self.seconds_of.get(names[0], 0.05)
-        return [sys.executable, "-S", "-c", PROGRAM, str(self.out), str(ready), names[0], str(seconds)]
+        return [sys.executable, "-S", "-c", PROGRAM, str(self.out), str(ready), " ".join(names), str(seconds)]
 
 
 @pytest.fixture
@@ -98,6 +99,15 @@ def test_a_section_that_takes_too_long_is_killed(run, monkeypatch):
     run_stages(run, ())
     error, taken = run.outcomes["speed"]
     assert error == "killed after 1 s" and 1 <= taken < 5 and run.outcomes["flash"][0] is None
+
+
+def test_what_a_process_finished_before_it_was_killed_counts(run, monkeypatch):
+    run.seconds_of = {"speed": 1.0}
+    for name in ("speed", "flash"):
+        monkeypatch.setitem(running.SECTIONS, name, Section("none.none", (), "alone", 1.8))
+    one = run.start(("speed", "flash"))
+    run.finish(one)
+    assert run.outcomes["speed"][0] is None and run.outcomes["flash"][0] == "killed after 2 s", run.outcomes
 
 
 def test_a_process_that_never_gets_ready_is_given_up(run, monkeypatch):

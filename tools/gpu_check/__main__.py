@@ -82,6 +82,7 @@ def _section(arguments: argparse.Namespace) -> int:
                 loaded[name](places[name], records[name], **({"prepared": prepared[name]} if name in prepared else {}))
             except Exception as error:  # outside of the blocks of its points: the other sections must still be seen
                 records[name].fail(section.points, error)
+            records[name].finished = True
             records[name].write()
             print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
             _free(arguments.dry)

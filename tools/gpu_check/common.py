@@ -24,6 +24,7 @@ class Record:
     errors: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     kernels: set[str] = field(default_factory=set)
+    finished: bool = False
 
     @contextmanager
     def block(self, *points: str) -> Iterator[list[dict[str, Any]]]:
@@ -59,6 +60,7 @@ class Record:
                     "kernels": sorted(self.kernels),
                     "warm_keys": sorted((list(key) for key in _runtime.warm_keys()), key=str),
                     "machine": machine(),
+                    "finished": self.finished,
                 }
             )
         )

@@ -1,5 +1,6 @@
 """Starts the processes of a run and gives each its turn, before which it has imported and started its children."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .place import ROOT, Place, shared_caches
 from .sections import SECTIONS, processes
@@ -110,9 +112,11 @@ class Run:
 
     def _note(self, one: Running, error: str | None) -> None:
         self.alive.remove(one)
-        for name in one.names:
-            left = not (self.out / f"{name}.json").is_file()
-            self.outcomes[name] = (error or ("left no record" if left else None), one.taken())
+        records = {name: _recorded(self.out / f"{name}.json") for name in one.names}
+        for name, recorded in records.items():
+            whole = recorded.get("finished", False) and name != one.names[-1]  # what ended its process came later
+            why = None if whole else error or (None if recorded else "left no record")
+            self.outcomes[name] = (why, one.taken())
 
     def stop(self) -> None:
         """End everything that runs."""
@@ -160,6 +164,10 @@ class Run:
             prepared = [one for one in prepared if not self.has_ended(one)]
             running = [one for one in running if not self.has_ended(one, TOGETHER_END_S)]
         return prepared_last or [self.start(names) for names in last]
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def run_stages(run: Run, only: Names) -> None:
