@@ -172,7 +172,7 @@ class Engine:
         settings = replace(settings, num_blocks=started.caches.num_blocks)
         engine = cls(model.config, settings, runner, tokenizer, timings, started)
         if started.hardware is not None:
-            rehearse(engine.loop, started, started.caches.num_blocks)
+            rehearse(engine.loop, started)
             started.ready_at = time.time()
         return engine
 

@@ -4,7 +4,6 @@ Prewarm and capture load the model's kernels. What is left to the first request 
 loads when they are first launched (sampling, drafting, copies), pinned memory, and Python's own caches.
 """
 
-from .ops.shapes import BLOCK_TOKENS
 from .sampling import SamplingParams
 from .start_up import StartUp
 from .step_loop import StepLoop
@@ -13,17 +12,19 @@ from .step_plan import Request
 _NEW_TOKENS = 4
 
 
-def rehearse(loop: StepLoop, started: StartUp, num_blocks: int) -> None:
+def rehearse(loop: StepLoop, started: StartUp) -> None:
     """Serve a greedy and a sampled request on an idle loop, then forget them; seconds go to stage ``rehearse``.
 
-    Their prompts take two chunks where the caches have room for that. Counts of paths start from zero afterwards.
+    Their prompts take two chunks, and four tokens follow, where sequences may be so long; shorter ones get what fits.
+    Counts of paths start from zero afterwards.
     """
     with started.stage("rehearse"):
         settings = loop.settings
-        room = min(settings.max_seq_len, num_blocks * BLOCK_TOKENS) - _NEW_TOKENS - settings.draft_tokens
-        prompt = [0] * max(1, min(settings.chunk_tokens + 1, room))
-        sampled = SamplingParams(max_new_tokens=_NEW_TOKENS, temperature=0.7, top_p=0.9, seed=1, ignore_eos=True)
-        for number, params in enumerate((SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True), sampled)):
+        longest = loop.scheduler.max_length
+        new_tokens = min(_NEW_TOKENS, longest - 1)
+        prompt = [0] * max(1, min(settings.chunk_tokens + 1, longest - new_tokens - settings.draft_tokens))
+        sampled = SamplingParams(max_new_tokens=new_tokens, temperature=0.7, top_p=0.9, seed=1, ignore_eos=True)
+        for number, params in enumerate((SamplingParams(max_new_tokens=new_tokens, ignore_eos=True), sampled)):
             loop.add(Request(id=f"rehearsal {number}", prompt_ids=prompt, params=params))
         while loop.has_work:
             loop.step()

@@ -2,7 +2,7 @@
 
 A decode step has few rows and small matrices: tiles of 64 weight rows that walk all of K leave most of a GPU idle (on
 an H200, one row by [1024, 4096]: 27 us in e4m3 and 18 us in bf16 there, 11 and 7.5 us here).
-Here a program owns 16 weight rows, and each of its warps a part of K of its own: PARTS parts of one step side by side,
+Here a program owns 16 weight rows, and each of its warps a part of K of its own: four parts of one step side by side,
 each a tensor-core product of [16, step] by [step, 16], added up once at the end. The order of a row's sums is then
 another than that of ``_matmul_tiles``; deterministic products therefore stay there.
 """

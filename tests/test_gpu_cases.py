@@ -8,8 +8,6 @@ import torch
 from . import gpu_cases
 from .graphs import gpu_processes
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def numbers(samples: Any) -> list[float]:
     if isinstance(samples, dict):
@@ -18,7 +16,6 @@ def numbers(samples: Any) -> list[float]:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("case", [gpu_processes.c1, gpu_cases.c3, gpu_cases.c5, gpu_cases.c6, gpu_cases.c8,
                                   gpu_processes.c12, gpu_cases.first_use], ids=lambda case: case.__name__)  # fmt: skip
 def test_case(case):
@@ -27,7 +24,6 @@ def test_case(case):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_c11():
     for name, one in gpu_cases.c11()["samples"].items():
         assert all(text in one["message"] for text in one["must_name"]), (name, one)

@@ -5,10 +5,7 @@ import torch
 
 from . import gpu_steps
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("graphs, draft_tokens", [("off", 0), ("full", 0), ("full", 2)])

@@ -22,9 +22,9 @@ def tiny(tmp_path_factory):
 def test_it_runs_last_and_is_forgotten(tiny, monkeypatch, graph_mode, sizes):
     seen = []
 
-    def watched(loop, started, num_blocks):
+    def watched(loop, started):
         before = loop.runner.num_inputs
-        rehearse(loop, started, num_blocks)
+        rehearse(loop, started)
         seen.append((loop.runner.num_inputs - before, loop.has_work, started.ready_at))
 
     rehearse = engine_module.rehearse
@@ -40,6 +40,12 @@ def test_it_runs_last_and_is_forgotten(tiny, monkeypatch, graph_mode, sizes):
         done.cached_tokens == 0
         and done.token_ids == Engine.from_model(tiny, settings_of()).generate(prompt, greedy(3))[0].token_ids
     )
+
+
+@pytest.mark.parametrize("longest", [1, 2, 4])
+def test_short_sequences_are_no_reason_not_to_start(tiny, longest):
+    engine = make(tiny, num_blocks=1, max_seq_len=longest, prefix_reuse=False)
+    assert list(engine.started.seconds)[-1] == "rehearse" and not engine.loop.has_work
 
 
 def test_the_cpu_has_nothing_to_rehearse(tiny):
