@@ -1,19 +1,21 @@
 """The order in which a run of the GPU report gives its processes their turns, and what happens when time is over."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from tools.gpu_check import running
-from tools.gpu_check.place import Place
+from tools.gpu_check.place import DEEP_GEMM_CACHE, Place, shared_caches
 from tools.gpu_check.running import NOT_BEGUN, Run, run_stages
-from tools.gpu_check.sections import Section
+from tools.gpu_check.sections import Section, processes
 
 PROGRAM = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
 out, ready, names, seconds = sys.argv[1:]
 made = {"imported": time.time()}
 pathlib.Path(ready).touch()
@@ -22,6 +24,9 @@ if not sys.stdin.readline():
 for name in names.split():
     made["began"] = time.time()
     time.sleep(float(seconds))
+    kernels = pathlib.Path(os.environ["DG_JIT_CACHE_DIR"], "cache")
+    kernels.mkdir(parents=True, exist_ok=True)
+    (kernels / name).touch()
     if name == "bad":
         sys.exit(7)
     path = pathlib.Path(out, name + ".json")
@@ -77,6 +82,39 @@ def test_turns(run):
         at_once += change
         most = max(most, at_once)
     assert most == 2  # no more than TOGETHER, although three are ready
+
+
+def test_the_prewarms_deep_gemm_kernels_are_kept(run, monkeypatch):
+    """A copy holds what the first stage compiled and nothing later; who wants a cache of its own begins with that."""
+    run_stages(run, ())
+    shared = Path(shared_caches(run.place)[DEEP_GEMM_CACHE])
+    assert {path.name for path in shared.rglob("*") if path.is_file()} == set(STAGES)
+    monkeypatch.setenv(DEEP_GEMM_CACHE, str(shared))
+    own = run.place.own_deep_gemm_cache("one")
+    assert Path(os.environ[DEEP_GEMM_CACHE]) == own != run.place.prewarmed
+    assert [path.name for path in own.rglob("*") if path.is_file()] == ["prewarm"]
+    (own / "cache" / "more").touch()
+    other = run.place.own_deep_gemm_cache("other")
+    assert [path.name for path in other.rglob("*") if path.is_file()] == ["prewarm"]
+
+
+def test_without_a_prewarm_an_own_deep_gemm_cache_is_empty(tmp_path, monkeypatch):
+    """Single sections; and a process that may have read the variable already is refused."""
+    monkeypatch.setenv(DEEP_GEMM_CACHE, "elsewhere")
+    place = Place(cache=tmp_path)
+    place.keep_prewarmed()
+    own = place.own_deep_gemm_cache("flash.full.libraries")
+    assert list(own.iterdir()) == [] and os.environ[DEEP_GEMM_CACHE] == str(own)
+    monkeypatch.setitem(sys.modules, "deep_gemm", ModuleType("deep_gemm"))
+    with pytest.raises(RuntimeError, match="of one must be chosen before deep_gemm is imported, got it after"):
+        place.own_deep_gemm_cache("one")
+
+
+def test_sweeps_of_libraries_have_processes_of_their_own():
+    """Whoever ran before one in its process would have imported DeepGEMM."""
+    every = processes(("together",))
+    sweeps = [names for names in every if any(n.startswith("sweep.") and n.endswith("libraries") for n in names)]
+    assert len(sweeps) == 2 and all(len(names) == 1 for names in sweeps)
 
 
 def test_the_last_stage_keeps_its_time(run, monkeypatch):

@@ -1,7 +1,5 @@
 """Nothing compiles and nothing is loaded from disk once an engine is ready: row counts, widths, graph modes."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +20,17 @@ RATIOS = {"flash": (0, 4, 128), "pro": (128, 4)}  # every layer kind that the wi
 
 
 def sweep(place: Place, record: Record, run: str) -> None:
-    """``run``: ``width.mode.backend``."""
+    """``run``: ``width.mode.backend``.
+
+    Counted is what this process compiles and loads: Triton, TileLang and Inductor through hooks, DeepGEMM by what
+    appears in its cache directory, which other processes of the run therefore do not share.
+    """
     width, mode, backend = run.split(".")
     ratios = RATIOS[width]
     with record.block("zero_compilations", "zero_loads") as (compilations, loads):
+        counters = {}
+        if backend == "libraries" and not place.dry:
+            counters["deep_gemm"] = counter(place.own_deep_gemm_cache(run))
         config = wide_config(width, place, layers=len(ratios), ratios=ratios, experts=8)
         budget = 128 if place.dry else MAX_ROWS
         settings = settings_of(
@@ -34,7 +39,7 @@ def sweep(place: Place, record: Record, run: str) -> None:
             expert_weights="fp8" if run == "flash.full.libraries" else "fp4",  # DeepGEMM's grouped products too
         )  # fmt: skip
         engine = random_engine(place, config, settings, mode)
-        with _monitor(backend, place) as monitor:
+        with JitMonitor(libraries=jit_libraries(), counters=counters) as monitor:
             counts = _Counts(monitor, compilations.setdefault(run, {}), loads.setdefault(run, {}))
             for rows in SWEEP_ROWS:
                 if rows <= budget:
@@ -45,14 +50,6 @@ def sweep(place: Place, record: Record, run: str) -> None:
                 counts.note("decode", rows)
         with record.profiling():
             _prefill(engine, 33, _Counts(None, {}, {}))
-
-
-def _monitor(backend: str, place: Place) -> JitMonitor:
-    """DeepGEMM has no hook: what appears in its cache directory was compiled."""
-    counters = {}
-    if backend == "libraries" and not place.dry:
-        counters["deep_gemm"] = counter(Path(os.environ["DG_JIT_CACHE_DIR"]))
-    return JitMonitor(libraries=jit_libraries(), counters=counters)
 
 
 class _Counts:

@@ -171,7 +171,10 @@ def _recorded(path: Path) -> dict[str, Any]:
 
 
 def run_stages(run: Run, only: Names) -> None:
-    """First the prewarm and the timings, one at a time; then what runs together; last what prepared meanwhile."""
+    """First the prewarm and the timings, one at a time; then what runs together; last what prepared meanwhile.
+
+    What the prewarm compiled with DeepGEMM is copied before anything else runs: see ``Place.own_deep_gemm_cache``.
+    """
     first, alone, together, last = (processes((stage,), only) for stage in ("first", "alone", "together", "last"))
     early = [run.start(names) for names in (*first, *alone)]
     run.wait_ready(early)  # so that nothing imports while the prewarm is timed
@@ -182,6 +185,7 @@ def run_stages(run: Run, only: Names) -> None:
             ahead = [run.start(names) for names in together[:width]]
         run.finish(one)
         if number == len(first):
+            run.place.keep_prewarmed()
             print(f"{run.seconds():6.1f} s  first", flush=True)
     print(f"{run.seconds():6.1f} s  alone", flush=True)
     prepared = run.together(ahead, together[len(ahead) :], last)
