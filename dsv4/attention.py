@@ -59,7 +59,7 @@ class Indexer(Buffers):
         super().__init__()
         self.execution, self.ratio = execution, ratio
         self.heads, self.dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
-        self.wq_b = Projection(execution, view.sub("wq_b"))
+        self.wq_b = Projection(execution, view.sub("wq_b"), decides=True)
         self.compressor = Compressor(config, execution, view.sub("compressor"), ratio, execution.index_quantize)
         self.hold(weights_proj=view["weights_proj.weight"])
 

@@ -55,18 +55,22 @@ class Activation(Buffers):
 
 
 class Projection(Buffers):
-    """One FP8 matrix of the checkpoint (``official``), or its dequantised values (``exact``)."""
+    """One FP8 matrix of the checkpoint (``official``), or its dequantised values (``exact``).
 
-    def __init__(self, execution: Execution, view: WeightView) -> None:
+    ``decides``: the product leads to a discrete choice alone, which no backend may change: ``fp8_linear_decoded``.
+    """
+
+    def __init__(self, execution: Execution, view: WeightView, *, decides: bool = False) -> None:
         super().__init__()
-        self.execution = execution
+        self.execution, self.decides = execution, decides
         self.hold(weight=view["weight"], scale=view["scale"])
 
     def forward(self, x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
         """``[T, in]`` as :class:`Activation` returned it -> ``[T, out]`` act."""
         dtype, deterministic = self.execution.dtype, self.execution.deterministic
         if self.execution.quantized:
-            return ops.fp8_linear(x, x_scale, self.weight, self.scale, dtype=dtype, deterministic=deterministic)
+            product = ops.fp8_linear_decoded if self.decides else ops.fp8_linear
+            return product(x, x_scale, self.weight, self.scale, dtype=dtype, deterministic=deterministic)
         return ops.linear(x, self.weight, dtype=dtype, deterministic=deterministic)
 
 

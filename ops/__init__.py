@@ -12,6 +12,7 @@ from .ep_combine import ep_combine  # noqa: E402
 from .ep_dispatch import ep_dispatch  # noqa: E402
 from .expert_ffn import expert_ffn  # noqa: E402
 from .fp8_linear import fp8_linear  # noqa: E402
+from .fp8_linear_decoded import fp8_linear_decoded  # noqa: E402
 from .grouped_o_proj import grouped_o_proj  # noqa: E402
 from .indexer_logits import indexer_logits  # noqa: E402
 from .indexer_query import indexer_query  # noqa: E402

@@ -4,7 +4,7 @@ DeepGEMM picks a tile per call by a cost model over the shape and compiles one k
 module repeats the choice (facts of the SM90 heuristics of the release named in ``_deep_gemm``, our own code), so that
 a call can be refused before it compiles. The choice depends on the number of rows only through the number of row
 blocks, hence :func:`row_classes`. N and K stay run-time arguments (``compiled_dims=""``): otherwise every matrix of a
-model would have keys of its own: 125 in place of 40 for Flash at 8,192 rows.
+model would have keys of its own: 93 in place of 36 for Flash at 8,192 rows.
 
 A key is ``deep_gemm``, the name of the kernel's template and its arguments, as the library writes them into the source
 that it compiles (without namespaces), so that a cache entry can be compared with a key word by word.

@@ -9,7 +9,7 @@ Kernels: with the ``gemm`` backend ``deep_gemm``, DeepGEMM serves bf16 results w
 of 128, ``out`` of 8): FP8 products, which the tensor cores add in about 14 bits within a block of 128. Its tiles vary
 with the number of rows, but every tile adds a block's products in one instruction sequence and the blocks in order, so
 a row's result does not depend on them. Everything else, and everything by default, is served by our kernel, which
-multiplies decoded codes.
+multiplies decoded codes; it alone serves ``fp8_linear_decoded``.
 Errors: ``ValueError`` on wrong ranks, sizes or dtypes.
 Source: ``fp8_gemm`` of the official inference code.
 """
@@ -53,6 +53,12 @@ def _alloc(
     return torch.empty(x.shape[0], rows, dtype=dtype, device=x.device)
 
 
+def _check_scale_rows(x: torch.Tensor, x_scale: torch.Tensor) -> None:
+    """Not in :func:`_alloc`, which must not compare numbers of rows; a single scale row would broadcast."""
+    if x_scale.shape[0] != x.shape[0]:
+        raise ValueError(f"fp8_linear x_scale must have {x.shape[0]} rows, got {x_scale.shape[0]}")
+
+
 def reference(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -64,8 +70,7 @@ def reference(
 ) -> torch.Tensor:
     """``dequantised x @ dequantised weight.T``, accumulated in fp32 and rounded once."""
     out = _alloc(x, x_scale, weight, weight_scale, dtype)
-    if x_scale.shape[0] != x.shape[0]:  # a single scale row would broadcast
-        raise ValueError(f"fp8_linear x_scale must have {x.shape[0]} rows, got {x_scale.shape[0]}")
+    _check_scale_rows(x, x_scale)
     values = _formats.dequantize_fp8(x, x_scale)
     weights = _formats.dequantize_fp8_weight(weight, weight_scale)
     return out.copy_(product(values, weights, deterministic=deterministic))
@@ -109,14 +114,28 @@ def cuda(
     deterministic: bool,
 ) -> torch.Tensor:
     """Rows never depend on each other; with ``deterministic`` every number of rows also sums in one order."""
+    if not _by_deep_gemm(weight.shape, dtype):
+        return cuda_decoded(x, x_scale, weight, weight_scale, dtype=dtype, deterministic=deterministic)
     out = _alloc(x, x_scale, weight, weight_scale, dtype)
-    if x_scale.shape[0] != x.shape[0]:
-        raise ValueError(f"fp8_linear x_scale must have {x.shape[0]} rows, got {x_scale.shape[0]}")
-    if _by_deep_gemm(weight.shape, dtype):
-        _deep_gemm.gemm_nt(x, x_scale, weight, weight_scale, out)
-        return out
+    _check_scale_rows(x, x_scale)
+    _deep_gemm.gemm_nt(x, x_scale, weight, weight_scale, out)
+    return out
+
+
+def cuda_decoded(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    deterministic: bool,
+) -> torch.Tensor:
+    """:func:`cuda` by our kernel, whatever the backend."""
     from . import fp8_linear_kernel
 
+    out = _alloc(x, x_scale, weight, weight_scale, dtype)
+    _check_scale_rows(x, x_scale)
     fp8_linear_kernel.run(x, x_scale, weight, weight_scale, out, deterministic=deterministic)
     return out
 
@@ -128,7 +147,6 @@ def matrices(shape: Shape) -> tuple[tuple[int, int], ...]:
         (latent, hidden),
         (shape.head_dim, hidden),
         (shape.num_heads * shape.head_dim, latent),
-        (shape.index_heads * shape.index_dim, latent),
         (hidden, shape.o_groups * shape.o_lora_rank),
         (hidden, hidden),  # of the MTP block, one of which multiplies every stream
     )
@@ -143,12 +161,17 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
     """What bf16 results can need, of either library, for up to ``max_tokens`` rows."""
     cases: dict[Key, PrewarmCase] = {}
     if _backends.backend("gemm") == "deep_gemm":
-        cases |= {k: _case(k, *call, False, device) for k, call in deep_gemm_calls(shape, max_tokens).items()}
+        for key, call in deep_gemm_calls(shape, max_tokens).items():
+            cases[key] = _case("fp8_linear", key, *call, False, device)
     for size in matrices(shape):
         if not _by_deep_gemm(size, torch.bfloat16):
-            for key, *call in _triton_keys(*size, most_rows(shape, size, max_tokens)):
-                cases.setdefault(key, _case(key, *call, device))
+            cases |= decoded_cases("fp8_linear", size, most_rows(shape, size, max_tokens), device)
     return tuple(cases.values())
+
+
+def decoded_cases(op: str, size: tuple[int, int], most: int, device: torch.device) -> dict[Key, PrewarmCase]:
+    """What our kernel can need for bf16 results of ``op``, of up to ``most`` rows and a matrix of ``size``."""
+    return {key: _case(op, key, *call, device) for key, *call in _triton_keys(*size, most)}
 
 
 def deep_gemm_calls(shape: Shape, max_tokens: int) -> dict[Key, tuple[int, int, int]]:
@@ -172,14 +195,16 @@ def _triton_keys(outs: int, width: int, max_rows: int) -> Iterator[tuple[Key, in
         yield key, count, outs, width, deterministic
 
 
-def _case(key: Key, count: int, rows: int, width: int, deterministic: bool, device: torch.device) -> PrewarmCase:
+def _case(
+    op: str, key: Key, count: int, rows: int, width: int, deterministic: bool, device: torch.device
+) -> PrewarmCase:
     def arguments() -> Arguments:
         blocks = -(-width // _BLOCK)
         x, weight = (torch.zeros(n, width, device=device).to(torch.float8_e4m3fn) for n in (count, rows))
         x_scale, weight_scale = (torch.ones(n, blocks, device=device) for n in (count, -(-rows // _BLOCK)))
         return (x, x_scale, weight, weight_scale), {"dtype": torch.bfloat16, "deterministic": deterministic}
 
-    return PrewarmCase(op="fp8_linear", key=key, arguments=arguments)
+    return PrewarmCase(op=op, key=key, arguments=arguments)
 
 
 fp8_linear = register(

@@ -50,6 +50,7 @@ def no_act_quant(patch: MonkeyPatch, model: DeepseekV4) -> None:
     patch.setattr(ops, "quant_fp8", lambda x: (x, none))
     for function in (fp8_linear, expert_ffn, shared_expert):
         patch.setattr(ops, function.__name__, function)
+    patch.setattr(ops, "fp8_linear_decoded", fp8_linear)
 
 
 def scale_not_pow2(patch: MonkeyPatch, model: DeepseekV4) -> None:

@@ -26,7 +26,7 @@ from .tiny_model import (
 
 NUMERICS = ("exact", "official")
 MODEL_OPS = tuple(name for name, spec in ops.specs().items() if spec.role == "model")
-QUANTISED_ONLY = {"quant_fp8", "fp8_linear"}
+QUANTISED_ONLY = {"quant_fp8", "fp8_linear", "fp8_linear_decoded"}
 GLUE = {
     "aten::add", "aten::clone", "aten::empty", "aten::empty_like", "aten::index_select", "aten::select",
     "aten::unsqueeze", "aten::view", "aten::_to_copy",

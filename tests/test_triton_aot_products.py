@@ -14,7 +14,7 @@ from dsv4.ops.shapes import Shape, flash, tiny
 
 from .test_triton_aot import source
 
-OPS = ("quant_fp8", "linear", "fp8_linear", "grouped_o_proj", "quant_fp4", "shared_expert")
+OPS = ("quant_fp8", "linear", "fp8_linear", "fp8_linear_decoded", "grouped_o_proj", "quant_fp4", "shared_expert")
 META = torch.device("meta")
 
 

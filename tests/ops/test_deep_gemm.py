@@ -326,6 +326,23 @@ def test_by_default_nothing_is_sent_there(library):
     assert library.calls == [] and len(launches) == 1
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 17, 300])
+def test_what_decides_is_never_sent_there(library, rows, deterministic):
+    """``fp8_linear_decoded`` launches our kernel under the key that ``fp8_linear`` launches by default."""
+    from dsv4.ops import _triton
+
+    def launched(name: str) -> list:
+        with _triton.recording() as launches:
+            ops.spec(name).cuda(*operands(rows), dtype=BF16, deterministic=deterministic)
+        return [launch.key for launch in launches]
+
+    by_default = launched("fp8_linear")
+    with _backends.using("gemm", "deep_gemm"):
+        assert launched("fp8_linear_decoded") == by_default
+    assert len(by_default) == 1 and library.calls == []
+
+
 @pytest.mark.parametrize("shape", [tiny, nano, flash], ids=lambda shape: shape.name)
 def test_prewarm_cases_are_what_calls_use(library, shape):
     """Every key of a step of up to 300 rows is a case; running the small model's cases warms exactly them."""
@@ -344,6 +361,8 @@ def test_prewarm_cases_are_what_calls_use(library, shape):
                     args, kwargs = case.arguments()
                     ops.spec(case.op).cuda(*args, **kwargs)
             assert _runtime.warm_keys() == found
+        decoded = ops.spec("fp8_linear_decoded").cuda_cases(shape, cuda, 300)
+        assert not any(case.key[0] == "deep_gemm" for case in decoded)
     assert not any(case.key[0] == "deep_gemm" for case in ops.spec("fp8_linear").cuda_cases(shape, cuda, 300))
 
 

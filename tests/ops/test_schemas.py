@@ -49,6 +49,8 @@ dsv4::expert_ffn(Tensor x, Tensor x_scale, Tensor ids, Tensor weights, Tensor w1
     Tensor w2_scale, *, float limit, bool deterministic) -> Tensor
 dsv4::fp8_linear(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, *, ScalarType dtype,
     bool deterministic) -> Tensor
+dsv4::fp8_linear_decoded(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, *, ScalarType dtype,
+    bool deterministic) -> Tensor
 dsv4::grouped_o_proj(Tensor o, Tensor rope_table, Tensor positions, Tensor weight, *,
     bool deterministic) -> Tensor
 dsv4::indexer_logits(Tensor q, Tensor weights, Tensor cache, Tensor positions, Tensor row_requests,
