@@ -6,11 +6,12 @@ Legend: T rows, R requests, L logit rows, B logical blocks (256 tokens), W windo
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 
 from .config import ModelConfig
 from .ops.shapes import BLOCK_TOKENS, WINDOW_PAGE_TOKENS
-from .transfer import upload
+from .transfer import upload_together
 
 UNKNOWN_TOKEN = -1  # a row that has an embedding and no token
 
@@ -75,6 +76,9 @@ class Segment:
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, subject: str, *, lowest: int = 0) -> None:
     """Raise ``ValueError`` naming the first token id outside ``[lowest, vocab_size)``."""
+    if set(map(type, token_ids)) <= {int}:  # without a loop in Python over a long prompt
+        if lowest <= min(token_ids, default=lowest) and max(token_ids, default=lowest) < vocab_size:
+            return
     for index, token in enumerate(token_ids):
         if isinstance(token, bool) or not isinstance(token, int) or not lowest <= token < vocab_size:
             rule = f"must be an integer in [{lowest}, {vocab_size})"
@@ -128,68 +132,62 @@ def build_inputs(
     for name, size, need in (("num_rows", num_rows, total), ("num_requests", num_requests, len(segments))):
         if size < need:
             raise ValueError(f"{name} must be at least {need}, got {size}")
-    max_pages = max_blocks * (BLOCK_TOKENS // WINDOW_PAGE_TOKENS)
-    tokens, positions, requests, slots, starts, logit_rows = [], [], [], [], [0], []
-    block_rows, page_rows = [], []
     for number, segment in enumerate(segments):
-        lowest = UNKNOWN_TOKEN if embedded else 0
-        check_token_ids(segment.token_ids, vocab_size, f"request {number}", lowest=lowest)
+        _check_segment(number, segment, max_blocks, vocab_size, UNKNOWN_TOKEN if embedded else 0)
+    max_pages = max_blocks * (BLOCK_TOKENS // WINDOW_PAGE_TOKENS)
+    host = {
+        "token_ids": np.full(num_rows, -1, np.int64),
+        "positions": np.full(num_rows, -1, np.int64),
+        "row_requests": np.full(num_rows, -1, np.int32),
+        "query_starts": np.full(num_requests + 1, total, np.int32),
+        "seq_lens": np.zeros(num_requests, np.int32),
+        "block_tables": np.full((num_requests, max_blocks), -1, np.int32),
+        "window_tables": np.full((num_requests, max_pages), -1, np.int32),
+        "window_slots": np.full(num_rows, -1, np.int64),
+        "state_slots": np.full(num_requests, -1, np.int32),
+        "num_valid": np.array([total], np.int32),
+    }
+    first, logit_rows = 0, []
+    for number, segment in enumerate(segments):
         end = segment.start + len(segment.token_ids)
-        if segment.start < 0 or end > max_blocks * BLOCK_TOKENS:
-            raise ValueError(
-                f"request {number}: positions must lie in [0, {max_blocks * BLOCK_TOKENS}), "
-                f"got [{segment.start}, {end})"
-            )
-        _check_segment(number, segment, end)
-        first = len(tokens)
-        tokens.extend(segment.token_ids)
-        for position in range(segment.start, end):
-            page = segment.window_pages[position // WINDOW_PAGE_TOKENS]
-            slots.append(page * WINDOW_PAGE_TOKENS + position % WINDOW_PAGE_TOKENS if page >= 0 else -1)
-        positions.extend(range(segment.start, end))
-        requests.extend([number] * (end - segment.start))
-        starts.append(len(tokens))
+        rows = slice(first, first + len(segment.token_ids))
+        positions, pages = np.arange(segment.start, end), np.array(segment.window_pages, np.int64)
+        page = pages[positions // WINDOW_PAGE_TOKENS]
+        host["token_ids"][rows] = segment.token_ids
+        host["positions"][rows] = positions
+        host["row_requests"][rows] = number
+        host["query_starts"][number] = first
+        host["seq_lens"][number] = end
+        host["block_tables"][number, : len(segment.blocks)] = segment.blocks
+        host["window_tables"][number, : len(pages)] = pages
+        host["window_slots"][rows] = np.where(page < 0, -1, page * WINDOW_PAGE_TOKENS + positions % WINDOW_PAGE_TOKENS)
+        host["state_slots"][number] = segment.state_slot
         logit_rows.extend(first + offset for offset in segment.logit_offsets)
-        block_rows.append(_padded(segment.blocks, max_blocks))
-        page_rows.append(_padded(segment.window_pages, max_pages))
-    pad_rows, pad_requests = num_rows - total, num_requests - len(segments)
-    lens = [s.start + len(s.token_ids) for s in segments]
-
-    def tensor(values: list, dtype: torch.dtype) -> torch.Tensor:
-        return upload(values, dtype, device)
-
-    return StepInputs(
-        token_ids=tensor(tokens + [-1] * pad_rows, torch.int64),
-        positions=tensor(positions + [-1] * pad_rows, torch.int64),
-        row_requests=tensor(requests + [-1] * pad_rows, torch.int32),
-        query_starts=tensor(starts + [total] * pad_requests, torch.int32),
-        seq_lens=tensor(lens + [0] * pad_requests, torch.int32),
-        block_tables=tensor(block_rows + [[-1] * max_blocks] * pad_requests, torch.int32).view(-1, max_blocks),
-        window_tables=tensor(page_rows + [[-1] * max_pages] * pad_requests, torch.int32).view(-1, max_pages),
-        window_slots=tensor(slots + [-1] * pad_rows, torch.int64),
-        state_slots=tensor([s.state_slot for s in segments] + [-1] * pad_requests, torch.int32),
-        num_valid=tensor([total], torch.int32),
-        logit_rows=tensor(logit_rows, torch.int64),
-    )
+        first = rows.stop
+    host["logit_rows"] = np.array(logit_rows, np.int64)
+    return StepInputs(**dict(zip(host, upload_together(list(host.values()), device), strict=True)))
 
 
-def _check_segment(number: int, segment: Segment, end: int) -> None:
-    """What would otherwise read or write another request's rows without a word."""
+def _check_segment(number: int, segment: Segment, max_blocks: int, vocab_size: int, lowest: int) -> None:
+    """What could not be served, or would read or write another request's rows without a word."""
+    check_token_ids(segment.token_ids, vocab_size, f"request {number}", lowest=lowest)
     count = len(segment.token_ids)
+    end = segment.start + count
+    if segment.start < 0 or end > max_blocks * BLOCK_TOKENS:
+        raise ValueError(
+            f"request {number}: positions must lie in [0, {max_blocks * BLOCK_TOKENS}), got [{segment.start}, {end})"
+        )
     for offset in segment.logit_offsets:
         if not 0 <= offset < count:
             raise ValueError(f"request {number}: a logit offset must be in [0, {count}), got {offset}")
     if count and segment.state_slot < 0:
         raise ValueError(f"request {number}: state_slot must be at least 0, got {segment.state_slot}")
-    for name, pages, size in (
-        ("blocks", segment.blocks, BLOCK_TOKENS),
-        ("window_pages", segment.window_pages, WINDOW_PAGE_TOKENS),
+    pages_per_block = BLOCK_TOKENS // WINDOW_PAGE_TOKENS
+    for name, pages, size, width in (
+        ("blocks", segment.blocks, BLOCK_TOKENS, max_blocks),
+        ("window_pages", segment.window_pages, WINDOW_PAGE_TOKENS, max_blocks * pages_per_block),
     ):
         if len(pages) * size < end:
             raise ValueError(f"request {number}: {name} must cover {end} tokens, got {len(pages)} pages of {size}")
-
-
-def _padded(values: Sequence[int], width: int) -> list[int]:
-    if len(values) > width:
-        raise ValueError(f"a page table must have at most {width} pages, got {len(values)}")
-    return [*values, *[-1] * (width - len(values))]
+        if len(pages) > width:
+            raise ValueError(f"request {number}: a page table must have at most {width} pages, got {len(pages)}")

@@ -21,6 +21,7 @@ import torch
 from .transfer import upload
 
 _MAX_SEED = 2**63
+_FEW_ROWS, _PART = 32, 256  # rows, and tokens of a part
 _UNIFORM_BITS = 52  # u <= 1 - 2^-52: u * total stays below total after rounding to fp64
 
 
@@ -77,7 +78,7 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], steps: Sequen
     _check_rows(logits, params)
     if len(steps) != len(params):
         raise ValueError(f"steps must have one entry for each of {len(params)} rows, got {len(steps)}")
-    ids = torch.argmax(logits, dim=-1)  # the first of several maxima
+    ids = _argmax(logits)
     drawn = [row for row, request in enumerate(params) if not request.greedy]
     if not drawn:
         return ids
@@ -90,11 +91,21 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], steps: Sequen
     return ids.index_copy(0, rows, chosen.squeeze(-1))
 
 
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The first of several maxima of each row ``[L]``. A GPU reduces one row with one program: few rows go in parts."""
+    rows, vocabulary = logits.shape
+    if not 0 < rows <= _FEW_ROWS or vocabulary % _PART:
+        return torch.argmax(logits, dim=-1)
+    best, place = logits.reshape(rows, -1, _PART).max(dim=-1)
+    part = best.argmax(dim=-1, keepdim=True)
+    return torch.add(place.gather(1, part), part, alpha=_PART).squeeze(1)
+
+
 def probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """The distribution ``[L, V]`` fp64 from which ``sample`` chooses; a greedy row is one-hot."""
     _check_rows(logits, params)
     result = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
-    result.scatter_(1, torch.argmax(logits, dim=-1, keepdim=True), 1.0)
+    result.scatter_(1, _argmax(logits).unsqueeze(-1), 1.0)
     drawn = [row for row, request in enumerate(params) if not request.greedy]
     if drawn:
         rows = upload(drawn, torch.int64, logits.device)

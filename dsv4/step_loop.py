@@ -1,8 +1,8 @@
 """The step loop: plan a step, run it, sample and verify, draft, commit. Token ids only; text is the engine's matter.
 
 On a GPU a step waits for the device once, for its sampled tokens, and once more for its drafts when it drafts; a step
-inside a prompt has neither and waits for nothing. While the device runs, the host builds what it can of the next step
-(``ahead``). What depends on tokens comes after the wait: commit, the next plan, text.
+inside a prompt has neither and waits for nothing. Before it waits, the decode step that will follow is launched
+(``ahead``), so that the device runs on. What the host does with tokens comes after the wait: commit, plan, text.
 
 What a reused prefix needs besides its pages is a snapshot: the compressor rows of the last ratio-4 window, and the
 streams of the last row, because the MTP block's row there depends on the token that follows.
@@ -14,13 +14,13 @@ from itertools import accumulate
 
 import torch
 
-from .ahead import AheadInputs
+from .ahead import AheadStep, Outputs
 from .caches import TAIL_ROWS, copy_window_page, restore_tail_rows, ring_rows, tail_rows
 from .config import ModelConfig
 from .drafting import DraftRows, draft
 from .engine_config import EngineConfig
 from .inputs import Segment
-from .ops.shapes import WINDOW_PAGE_TOKENS
+from .ops.shapes import BLOCK_TOKENS, WINDOW_PAGE_TOKENS
 from .runner import Runner
 from .sampling import sample
 from .scheduler import Scheduler
@@ -79,12 +79,13 @@ class StepLoop:
         settings: the engine's settings.
 
     Attributes:
-        plans_ahead: build a decode step's inputs while the device runs the step before: on a GPU, without drafts.
+        launches_ahead: launch a decode step before the host knows the tokens of the one before: on a GPU, without
+            drafts.
     """
 
     def __init__(self, runner: Runner, config: ModelConfig, settings: EngineConfig) -> None:
         self.runner, self.config, self.settings = runner, config, settings
-        self.plans_ahead = runner.model.embed.device.type == "cuda" and not settings.draft_tokens
+        self.launches_ahead = runner.model.embed.device.type == "cuda" and not settings.draft_tokens
         self._streams = torch.empty(0)
         self._placed: dict[str, tuple[int, PlanEntry]] = {}  # of the step being committed, with first rows in _streams
         self.reset()
@@ -105,7 +106,8 @@ class StepLoop:
             take_snapshot=self._take_snapshot if s.prefix_reuse else None,
             copy_page=(lambda source, target: copy_window_page(caches, source, target)) if s.draft_tokens else None,
         )
-        self._own_inputs, self._mid_step, self._ahead = self.runner.num_inputs, False, None
+        self._own_inputs, self._mid_step = self.runner.num_inputs, False
+        self._ahead: AheadStep | None = None
 
     @property
     def has_work(self) -> bool:
@@ -133,12 +135,14 @@ class StepLoop:
         plan = self.scheduler.schedule()
         carried = [self._restore(entry) for entry in plan.entries]
         segments = [_segment(entry) for entry in plan.entries]
-        ready = None if self._ahead is None else self._ahead.for_segments(segments)
-        logits, self._streams = self.runner.run(segments, ready=ready)
-        sampled = self._sample(plan, logits)
-        self._ahead = AheadInputs.after(plan, self.scheduler, self.runner) if self.plans_ahead else None
+        logits, self._streams = self._run(plan, segments)
         first_rows = accumulate((len(entry.token_ids) for entry in plan.entries), initial=0)
         self._placed = {entry.request.id: (row, entry) for row, entry in zip(first_rows, plan.entries)}
+        ids = self._sample(plan, logits)
+        sampled = Download(ids)
+        if self.launches_ahead:
+            launch = not self._needs_streams(plan)
+            self._ahead = AheadStep.after(plan, ids, self.scheduler, self.runner, launch=launch)
         outcomes = self._outcomes(plan, sampled.wait().tolist())
         drafts = self._draft(plan, outcomes, carried)
         advances = [
@@ -147,6 +151,22 @@ class StepLoop:
         ]
         self._own_inputs, self._mid_step = self.runner.num_inputs, False
         return advances
+
+    def _run(self, plan: StepPlan, segments: Sequence[Segment]) -> Outputs:
+        """Logits and streams of the plan: of the step launched ahead, if that was it."""
+        ahead, self._ahead = self._ahead, None
+        rows = None if ahead is None else ahead.rows_of(plan, segments)
+        if ahead is None or rows is None:
+            return self.runner.run(segments)
+        outputs = ahead.outputs_of(rows)
+        if outputs is not None:
+            return outputs
+        return self.runner.run(segments, ready=ahead.inputs if len(rows) == len(ahead.requests) else None)
+
+    def _needs_streams(self, plan: StepPlan) -> bool:
+        """Whether the plan's commit may take a snapshot: its streams must not have been overwritten by then."""
+        ends = [(entry.start, entry.start + len(entry.token_ids)) for entry in plan.entries]
+        return self.settings.prefix_reuse and any(start // BLOCK_TOKENS < end // BLOCK_TOKENS for start, end in ends)
 
     def _commit(self, entry: PlanEntry, outcome: _Outcome, proposed: Sequence[int]) -> Advance:
         request, before = entry.request, len(entry.request.generated)
@@ -162,10 +182,10 @@ class StepLoop:
             num_accepted=min(outcome.accepted, len(tokens)),  # a right draft after the output's end is not in it
         )
 
-    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Download:
+    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
         params = [entry.request.params for entry in plan.entries for _ in entry.logit_offsets]
         steps = [len(entry.request.generated) + n for entry in plan.entries for n in range(len(entry.logit_offsets))]
-        return Download(sample(logits, params, steps))
+        return sample(logits, params, steps)
 
     def _outcomes(self, plan: StepPlan, sampled: Sequence[int]) -> list[_Outcome]:
         chosen = iter(sampled)
@@ -208,6 +228,7 @@ class StepLoop:
     def _take_snapshot(self, request: Request, num_tokens: int) -> _Snapshot | None:
         """Compressor tail and last streams at ``num_tokens``, a position of the step being committed."""
         first_row, entry = self._placed[request.id]
+        assert self._ahead is None or self._ahead.outputs is None, "a step launched meanwhile took the streams"
         end = entry.start + len(entry.token_ids)
         if end - (num_tokens - TAIL_ROWS) > ring_rows(4, self.settings.draft_tokens):
             return None  # later rows of the step have taken their place in the ring

@@ -8,7 +8,12 @@ pinned memory, followed by an event. On the CPU both are plain copies.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+
+from .graphs.packing import Layout
+
+_TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -16,6 +21,19 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str
     if torch.device(device).type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def upload_together(arrays: Sequence[np.ndarray], device: torch.device | str) -> list[torch.Tensor]:
+    """Tensors of int32 and int64 ``arrays`` on ``device``, side by side in one memory, by a single copy."""
+    dtypes, kind = [_TORCH_DTYPES[array.dtype] for array in arrays], torch.device(device).type
+    if kind == "meta":  # has no memory
+        return [torch.empty(a.shape, dtype=dtype, device=device) for a, dtype in zip(arrays, dtypes, strict=True)]
+    layout = Layout.of([array.shape for array in arrays], dtypes)
+    staged = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=kind == "cuda")
+    memory = staged.numpy()
+    for array, offset in zip(arrays, layout.offsets, strict=True):
+        memory[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+    return layout.views(staged.to(device, non_blocking=True))
 
 
 class Download:

@@ -1,17 +1,20 @@
 """Buffers of fixed address that a captured step reads its inputs from.
 
-The inputs of a step are a dataclass of tensors (dataclasses may nest). Every field has one buffer of its largest size;
-a bucket's inputs are the first rows of the buffers, so addresses depend neither on the step nor on the bucket.
+The inputs of a step are a dataclass of tensors (dataclasses may nest). All buckets share one piece of memory, of which
+only the bucket of the step at hand needs to be right; in it the tensors of each dataclass lie side by side, so that a
+step of exactly the bucket's sizes that lies like this too (:class:`.packing.Layout`) is one copy. A bucket's addresses
+never change.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from .buckets import Bucket, Ladder
+from .packing import Layout
 
 SizeName = Literal["tokens", "requests", "logits"]
 Pad = int | float | str
@@ -56,22 +59,21 @@ class StaticInputs:
         self._type, self._extents, self._pads = type(example), dict(extents), dict(pads)
         tensors = dict(_leaves(example))
         _check_names(tensors, extents, pads)
-        self._buffers = {
-            path: torch.empty(
-                (extents[path].of(ladder.largest) if path in extents else tensor.shape[0], *tensor.shape[1:])
-                if tensor.dim()
-                else (),
-                dtype=tensor.dtype,
-                device=tensor.device if device is None else device,
-            )
-            for path, tensor in tensors.items()
-        }
-        self._used = {path: len(self._buffers[path]) for path in extents}  # rows from here on hold the pad value
-        self._views = {bucket: self._bucket_views(bucket, example) for bucket in ladder.buckets}
+        self._tails = {path: tuple(t.shape[1:]) for path, t in tensors.items()}
+        self._fixed = {path: tuple(t.shape) for path, t in tensors.items() if path not in extents}
+        self._dtypes = {path: t.dtype for path, t in tensors.items()}
+        self._groups = _groups(tensors)
+        layouts = {bucket: self._layouts(bucket) for bucket in ladder.buckets}
+        self._nbytes = max(sum(layout.nbytes for layout in of) for of in layouts.values())
+        device = next(iter(tensors.values())).device if device is None else device
+        self._memory = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
+        self._buckets = {bucket: self._bucket(of, example) for bucket, of in layouts.items()}
+        self._last: Bucket | None = None  # whose pads the memory holds
+        self._used: dict[str, int] = {}  # of that bucket: rows from here on hold a pad that is a constant
         self._probes = {extent.size: (path, extent.extra) for path, extent in reversed(extents.items())}
 
     def nbytes(self) -> int:
-        return sum(b.nbytes for b in self._buffers.values())
+        return self._nbytes
 
     def measure(self, inputs: Any) -> tuple[int, int, int]:
         """Rows, requests and logit rows of a step; a size that no field has is 0."""
@@ -88,52 +90,94 @@ class StaticInputs:
         Raises:
             ValueError: a field that does not fit its buffer, has another dtype, or disagrees with the step's sizes.
         """
-        views, sizes = self._views_of(bucket), dict(zip(SIZES, self.measure(inputs), strict=True))
+        own, sizes = self._bucket_of(bucket), dict(zip(SIZES, self.measure(inputs), strict=True))
         tensors = dict(_leaves(inputs))
         for path, tensor in tensors.items():
-            extent, buffer = self._extents.get(path), self._buffers[path]
-            rows = buffer.shape[:1] if extent is None else (sizes[extent.size] + extent.extra,)
-            _check_field(path, tensor, (*rows, *buffer.shape[1:]), buffer.dtype)
-            if extent is not None and rows[0] > extent.of(bucket):
-                raise ValueError(f"{path} must have at most {extent.of(bucket)} rows in this bucket, got {rows[0]}")
-        for path, tensor in tensors.items():
-            buffer = self._buffers[path]
-            (buffer[: tensor.shape[0]] if path in self._extents else buffer).copy_(tensor, non_blocking=True)
+            extent = self._extents.get(path)
+            rows = None if extent is None else sizes[extent.size] + extent.extra
+            shape = self._fixed[path] if rows is None else (rows, *self._tails[path])
+            _check_field(path, tensor, shape, self._dtypes[path])
+            if extent is not None and rows is not None and rows > extent.of(bucket):
+                raise ValueError(f"{path} must have at most {extent.of(bucket)} rows in this bucket, got {rows}")
+        self._turn_to(bucket)
+        for (memory, layout), paths in zip(own.groups, self._groups, strict=True):
+            source = None
+            if all(tensors[path].shape == own.buffers[path].shape for path in paths):
+                source = layout.memory_of([tensors[path] for path in paths])
+            if source is not None:
+                memory.copy_(source, non_blocking=True)
+                continue
+            for path in paths:
+                tensor, buffer = tensors[path], own.buffers[path]
+                (buffer[: tensor.shape[0]] if path in self._extents else buffer).copy_(tensor, non_blocking=True)
         for path, extent in self._extents.items():
-            self._pad(path, sizes[extent.size] + extent.extra, extent.of(bucket))
-        return views
+            self._pad(own, path, sizes[extent.size] + extent.extra)
+        return own.views
 
     def fill_pads(self, bucket: Bucket) -> Any:
         """Make a step without rows, in which nothing but pads reaches any op, and return the bucket's views."""
-        views = self._views_of(bucket)
-        for path, buffer in self._buffers.items():
+        own = self._bucket_of(bucket)
+        self._turn_to(bucket)
+        for path, buffer in own.buffers.items():
             if path not in self._extents:
                 buffer.fill_(self._pads.get(path, 0))
-        for path, extent in self._extents.items():
-            self._pad(path, 0, extent.of(bucket))
-        return views
+        for path in self._extents:
+            self._pad(own, path, 0)
+        return own.views
 
-    def _pad(self, path: str, rows: int, size: int) -> None:
-        """Pad rows ``[rows, size)``. Rows from ``_used`` on already hold a pad that is a constant."""
-        pad, buffer = self._pads[path], self._buffers[path]
+    def _turn_to(self, bucket: Bucket) -> None:
+        """Another bucket's tensors lie elsewhere: no row holds a pad any more."""
+        if bucket != self._last:
+            self._last = bucket
+            self._used = {path: len(buffer) for path, buffer in self._buckets[bucket].buffers.items() if buffer.dim()}
+
+    def _pad(self, own: "_Bucket", path: str, rows: int) -> None:
+        """Pad the rows from ``rows`` on. Those from ``_used`` on already hold a pad that is a constant."""
+        pad, buffer = self._pads[path], own.buffers[path]
         if isinstance(pad, str):
-            if rows < size:
-                buffer[rows:size] = self._buffers[pad]
+            if rows < len(buffer):
+                buffer[rows:] = own.buffers[pad]
         elif rows < self._used[path]:
             buffer[rows : self._used[path]] = pad
         self._used[path] = rows
 
-    def _bucket_views(self, bucket: Bucket, example: Any) -> Any:
-        def view(path: str) -> torch.Tensor:
-            buffer = self._buffers[path]
-            return buffer[: self._extents[path].of(bucket)] if path in self._extents else buffer
+    def _layouts(self, bucket: Bucket) -> list[Layout]:
+        def shape(path: str) -> tuple[int, ...]:
+            extent = self._extents.get(path)
+            return self._fixed[path] if extent is None else (extent.of(bucket), *self._tails[path])
 
-        return _rebuild(example, view)
+        return [Layout.of([shape(p) for p in paths], [self._dtypes[p] for p in paths]) for paths in self._groups]
 
-    def _views_of(self, bucket: Bucket) -> Any:
-        if bucket not in self._views:
-            raise ValueError(f"bucket must be one of the ladder's {len(self._views)}, got {bucket}")
-        return self._views[bucket]
+    def _bucket(self, layouts: Sequence[Layout], example: Any) -> "_Bucket":
+        groups, buffers, first = [], {}, 0
+        for layout, paths in zip(layouts, self._groups, strict=True):
+            memory = self._memory[first : first + layout.nbytes]
+            first += layout.nbytes
+            groups.append((memory, layout))
+            buffers |= dict(zip(paths, layout.views(memory), strict=True))
+        return _Bucket(groups, buffers, _rebuild(example, lambda path: buffers[path]))
+
+    def _bucket_of(self, bucket: Bucket) -> "_Bucket":
+        if bucket not in self._buckets:
+            raise ValueError(f"bucket must be one of the ladder's {len(self._buckets)}, got {bucket}")
+        return self._buckets[bucket]
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """A bucket's part of the memory: memory and layout of each dataclass, tensors by path, and the dataclass of them."""
+
+    groups: Sequence[tuple[torch.Tensor, Layout]]
+    buffers: Mapping[str, torch.Tensor]
+    views: Any
+
+
+def _groups(paths: Iterable[str]) -> list[list[str]]:
+    """Fields of one dataclass together, in order."""
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        found.setdefault(path.rpartition(".")[0], []).append(path)
+    return list(found.values())
 
 
 def _check_names(tensors: Mapping[str, torch.Tensor], extents: Mapping[str, Extent], pads: Mapping[str, Pad]) -> None:

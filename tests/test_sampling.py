@@ -63,6 +63,19 @@ def test_no_rows():
     assert probabilities(empty, []).shape == (0, VOCABULARY)
 
 
+@pytest.mark.parametrize("rows", [1, 32, 33])
+@pytest.mark.parametrize("vocabulary", [512, 2048, 1000])
+def test_greedy_in_parts_is_argmax(rows, vocabulary):
+    """A few values only, so that maxima repeat within a part of the vocabulary and across parts."""
+    logits = torch.randint(-3, 4, (rows, vocabulary), generator=torch.Generator().manual_seed(rows)).float()
+    logits[0, [vocabulary - 1, 300, 301]] = 9.0
+    params = [SamplingParams()] * rows
+    want = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+    assert torch.equal(sample(logits, params, [0] * rows), want) and want[0] == 300
+    logits[-1, 400] = float("nan")
+    assert sample(logits, params, [0] * rows)[-1] == 400  # never hidden
+
+
 def test_probabilities_match_their_definition():
     logits, params = random_logits(2, 3), [SamplingParams(temperature=0.7), SamplingParams(temperature=1.6)]
     for row, request in enumerate(params):

@@ -2,8 +2,10 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4.graphs.buckets import Bucket, Ladder
+from dsv4.graphs.packing import Layout
 from dsv4.graphs.static_inputs import Extent, StaticInputs
 
 from . import toy_step as toy
@@ -63,13 +65,14 @@ def test_a_step_without_rows(static):
         check(static.fill_pads(bucket), expected(toy.make_inputs(0, 0, 0), bucket))
 
 
-def test_addresses_never_change(static):
-    first = {name: t.data_ptr() for name, t in tensors(static.fill_pads(LADDER.largest)).items()}
-    assert len(set(first.values())) == len(first)
+def test_addresses_of_a_bucket_never_change(static):
+    first = {b: {name: t.data_ptr() for name, t in tensors(static.fill_pads(b)).items()} for b in LADDER.buckets}
+    for addresses in first.values():
+        assert len(set(addresses.values())) == len(addresses) and all(a % 16 == 0 for a in addresses.values())
     for step in STEPS:
         bucket = LADDER.bucket_for(*step)
         views = static.fill(toy.make_inputs(*step), bucket)
-        assert {name: t.data_ptr() for name, t in tensors(views).items()} == first
+        assert {name: t.data_ptr() for name, t in tensors(views).items()} == first[bucket]
         assert static.fill(toy.make_inputs(*step), bucket) is views
         assert all(t.is_contiguous() for t in tensors(views).values())
 
@@ -79,6 +82,66 @@ def test_fill_reads_the_step_once(static):
     views = static.fill(inputs, LADDER.largest)
     inputs.ids.fill_(9)
     assert (views.ids != 9).any()
+
+
+def packed(inputs: toy.Inputs) -> toy.Inputs:
+    """The same step, its tensors side by side in one memory."""
+    given = tensors(inputs)
+    layout = Layout.of([t.shape for t in given.values()], [t.dtype for t in given.values()])
+    views = layout.views(torch.empty(layout.nbytes + 48, dtype=torch.uint8)[32:])
+    for view, tensor in zip(views, given.values(), strict=True):
+        view.copy_(tensor)
+    return toy.Inputs(**dict(zip(given, views, strict=True)))
+
+
+def copies(call) -> int:
+    """How many copies the call makes."""
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten.copy_.default
+            return func(*args, **(kwargs or {}))
+
+    with Counting() as mode:
+        call()
+    return mode.count
+
+
+def test_a_packed_step_of_the_sizes_of_its_bucket_is_one_copy(static):
+    for number, before in enumerate(STEPS):
+        for bucket in LADDER.buckets:
+            step = (bucket.tokens, bucket.requests, bucket.logits)
+            static.fill(toy.make_inputs(*before, seed=number), LADDER.bucket_for(*before))
+            inputs = packed(toy.make_inputs(*step, seed=number))
+            views = []
+            assert copies(lambda: views.append(static.fill(inputs, bucket))) == 1
+            check(views[0], expected(inputs, bucket))
+            apart = replace(inputs, slots=inputs.slots.clone())  # not side by side any more
+            assert copies(lambda: static.fill(apart, bucket)) == len(fields(inputs))
+
+
+def test_a_packed_step_smaller_than_its_bucket(static):
+    for step in STEPS:
+        inputs = packed(toy.make_inputs(*step, seed=3))
+        check(static.fill(inputs, LADDER.largest), expected(inputs, LADDER.largest))
+
+
+def test_neighbours_by_chance_are_not_one_memory():
+    shapes, dtypes = [(2,), (2,)], [torch.int64, torch.int64]
+    layout = Layout.of(shapes, dtypes)
+    one = torch.empty(16, dtype=torch.uint8)
+    two = torch.empty(0, dtype=torch.int64).set_(one.untyped_storage(), 0, (2,))
+    memory = torch.empty(layout.nbytes, dtype=torch.uint8)
+    assert layout.memory_of(layout.views(memory)).data_ptr() == memory.data_ptr()
+    assert layout.memory_of([two, two]) is None
+
+    class Next(torch.Tensor):  # says that it begins where the first ends
+        def data_ptr(self):
+            return two.data_ptr() + 16
+
+    assert layout.memory_of([two, torch.zeros(2, dtype=torch.int64).as_subclass(Next)]) is None
 
 
 def test_measure(static):
@@ -109,8 +172,8 @@ def test_nested_dataclasses():
 
 def test_nbytes(static):
     tokens, requests, logits = 16, 4, 4
-    expected = tokens * (8 + 4 + 8) + (requests + 1) * 4 + requests * (4 + toy.PAGES * 4) + 4 + logits * 8
-    assert static.nbytes() == expected
+    sizes = [tokens * 8, tokens * 4, tokens * 8, (requests + 1) * 4, requests * 4, requests * toy.PAGES * 4, 4]
+    assert static.nbytes() == sum(-(-size // 16) * 16 for size in (*sizes, logits * 8))
 
 
 WRONG = [
