@@ -165,7 +165,7 @@ class StaticInputs:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """A bucket's part of the memory: memory and layout of each dataclass, tensors by path, and the dataclass of them."""
+    """A bucket's memory: that of each dataclass with its layout, tensors by path, and the dataclass of them."""
 
     groups: Sequence[tuple[torch.Tensor, Layout]]
     buffers: Mapping[str, torch.Tensor]

@@ -8,8 +8,8 @@ import torch
 
 from dsv4 import ops
 from dsv4.ops.shapes import flash
-from dsv4.runner import Sequence as Placed
 from dsv4.sampling import SamplingParams
+from dsv4.step_plan import Request
 
 from .children import Child, wait_for_turn
 from .common import Record, random_tokens
@@ -75,7 +75,7 @@ def decode(place: Place, record: Record) -> None:
 
 @torch.no_grad()
 def _ours(config: Any, place: Place, steps: int, tokens: list[int]) -> list[float]:
-    """Whole steps: inputs built on the host, copied, replayed, token chosen and read back."""
+    """Whole steps of the engine's loop: planned, built, copied, replayed, token chosen, read back and committed."""
     settings = settings_of(
         place,
         "full",
@@ -87,17 +87,19 @@ def _ours(config: Any, place: Place, steps: int, tokens: list[int]) -> list[floa
         cache_storage="fp8",
     )
     engine = random_engine(place, config, settings, "full")
-    sequence = Placed()
-    logits, _ = engine.runner.run([sequence.segment(tokens, (len(tokens) - 1,))])
-    token, times = logits.argmax(-1).item(), []
+    ends = SamplingParams(max_new_tokens=steps + 4, ignore_eos=True)
+    request = Request(id="decode", prompt_ids=tokens, params=ends)
+    engine.loop.add(request)
+    times = []
+    while not request.generated:
+        engine.loop.step()
     for _ in range(steps):
         began = time.perf_counter()
-        logits, _ = engine.runner.run([sequence.segment([token], (0,))])
-        token = logits.argmax(-1).item()
+        engine.loop.step()
         times.append((time.perf_counter() - began) * 1000)
-    step = engine.started.captured.get("step")
-    if step is not None and step.last_path.kind != "full":
-        raise RuntimeError(f"decode must replay full graphs, got {step.last_path}")
+    captured = engine.started.captured.get("step")
+    if captured is not None and captured.last_path.kind != "full":
+        raise RuntimeError(f"decode must replay full graphs, got {captured.last_path}")
     return times[2:] if not place.dry else times
 
 
