@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 case ${1:-} in
-    --validate) exec "$python" -m tools.gpu_check validate "$2" ;;
+    --validate) exec "$python" -m tools.gpu_check validate "${@:2}" ;;
     --dry) shift && exec "$python" -m tools.gpu_check run --dry "$@" ;;
     *) exec "$python" -m tools.gpu_check run "$@" ;;
 esac

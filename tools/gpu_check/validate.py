@@ -10,6 +10,29 @@ TOP_KEYS = ("gpu", "torch", "triton", "commit", "clean_tree", "started", "second
 POINT_KEYS = ("question", "samples", "value", "bar", "sense", "pass", "seconds", "command")
 
 
+class UnreadableError(ValueError):
+    """A file that cannot be a report, or cannot be a list of misses."""
+
+
+def read(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in ``path``; the error names ``what`` it should be, in one line."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnreadableError(f"{what} must be a file of JSON, got {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise UnreadableError(f"{what} must be a JSON object, got {path}: {type(found).__name__}")
+    return found
+
+
+def _require_objects(name: str, found: Any, path: Path) -> None:
+    """Refuse anything but an object of objects."""
+    inner = {f"{name} {key}": value for key, value in found.items()} if isinstance(found, dict) else {}
+    for subject, value in ({name: found} | inner).items():
+        if not isinstance(value, dict):
+            raise UnreadableError(f"{subject} must be a JSON object, got {type(value).__name__} in {path}")
+
+
 def problems(report: dict[str, Any], missed: dict[str, dict[str, Any]]) -> list[str]:
     """Everything that is wrong with ``report``, each beginning with the point or key that it is about.
 
@@ -81,9 +104,15 @@ def _because(entry: dict[str, Any]) -> str:
 
 
 def validate(path: Path, missed_path: Path) -> int:
-    """Print what is wrong, then the stated misses; 0 if nothing is wrong."""
-    report = json.loads(path.read_text())
-    missed = json.loads(missed_path.read_text()) if missed_path.is_file() else {}
+    """Print what is wrong, then the stated misses; 0 if nothing is wrong. A file that is no report is one line."""
+    try:
+        report = read(path, "a report")
+        missed = read(missed_path, "a list of misses") if missed_path.is_file() else {}
+        _require_objects("points", report.get("points", {}), path)
+        _require_objects("misses", missed, missed_path)
+    except UnreadableError as error:
+        print(f"WRONG   {error}")
+        return 1
     found = problems(report, missed)
     for text in found:
         print(f"WRONG   {text}")
