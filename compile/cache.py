@@ -25,6 +25,17 @@ from .dedupe import key_hash
 logger = logging.getLogger(__name__)
 
 
+def require_usable(directory: Path) -> None:
+    """Make ``directory`` if it is missing and write a file there; ``ValueError`` if either fails."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _temporary(directory) as path:
+            path.write_bytes(b"")
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"compile_cache must be a directory to write to, got {directory}: {reason}") from error
+
+
 @dataclass(frozen=True)
 class Outcome:
     """One compiled piece and where it came from."""
@@ -37,14 +48,14 @@ class ArtifactCache:
     """Artifacts by structural key.
 
     Args:
-        directory: created if missing.
+        directory: created if missing; ``ValueError`` if it cannot be written to.
         salt: the caller's hash of everything else an artifact depends on, such as op schemas and sources.
     """
 
     def __init__(self, directory: Path, salt: str) -> None:
         self.directory = directory
         self._identity = {"torch": "|".join(inductor.environment_key()), "salt": salt}
-        directory.mkdir(parents=True, exist_ok=True)
+        require_usable(directory)
 
     @property
     def inductor_directory(self) -> Path:

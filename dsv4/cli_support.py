@@ -181,11 +181,13 @@ def check_prompts(
     from .tokenizer import Tokenizer
 
     ModelConfig.from_json(model)
+    if settings.max_seq_len < 2:
+        raise ValueError(f"max_seq_len must be at least 2 for a prompt and a new token, got {settings.max_seq_len}")
     tokenizer, errors = Tokenizer.from_dir(model), []
     for index, text in enumerate(texts):
         try:
             length = len(encode_prompt(text, tokenizer))
-            check_length(f"request 'r{index + 1}'", length, max_new_tokens, max(settings.max_seq_len, 2))
+            check_length(f"request 'r{index + 1}'", length, max_new_tokens, settings.max_seq_len)
         except ValueError as error:
             errors.append(str(error))
     if errors and len(errors) == len(prompts):

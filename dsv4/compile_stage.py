@@ -13,6 +13,7 @@ import torch
 from . import ops
 from .caches import ModelCaches
 from .compile import CompiledModel, compile_model, mark_unbacked_sizes
+from .compile.cache import require_usable
 from .engine_config import EngineConfig
 from .inputs import StepInputs
 from .runner import Runner, Sequence as PlacedSequence
@@ -20,6 +21,12 @@ from .runner import Runner, Sequence as PlacedSequence
 logger = logging.getLogger(__name__)
 
 _CACHE_FIELDS = ("window", "entries", "index_entries", "state", "index_state")
+
+
+def check_compile_cache(settings: EngineConfig) -> None:
+    """Raise ``ValueError`` if pieces could not be kept where they should be: before weights are loaded for minutes."""
+    if settings.compile != "off" and settings.compile_cache is not None:
+        require_usable(Path(settings.compile_cache))
 
 
 def compile_salt() -> str:

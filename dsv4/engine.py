@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import Checkpoint
+from .compile_stage import check_compile_cache
 from .completion import Completion, RunStats, Timings, TokenEvent
 from .config import ModelConfig
 from .engine_config import EngineConfig
@@ -317,6 +318,7 @@ def _check_settings(config: ModelConfig, settings: EngineConfig) -> None:
     if settings.max_seq_len > longest:
         raise ValueError(f"max_seq_len must be at most max_position_embeddings {longest}, got {settings.max_seq_len}")
     check_backends(settings)
+    check_compile_cache(settings)
 
 
 def _completion(state: _Live) -> Completion:
