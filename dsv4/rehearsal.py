@@ -1,8 +1,11 @@
 """The last stage of start-up: a few requests that nobody asked for, so that the first real one meets nothing new.
 
 Prewarm and capture load the model's kernels. What is left to the first request are the small ones around it, which CUDA
-loads when they are first launched (sampling, drafting, copies), pinned memory, and Python's own caches.
+loads when they are first launched (sampling, drafting, copies), the first launch of every graph, which sends it to the
+device, pinned memory, and Python's own caches.
 """
+
+from dataclasses import replace
 
 from .sampling import SamplingParams
 from .start_up import StartUp
@@ -13,22 +16,28 @@ _NEW_TOKENS = 4
 
 
 def rehearse(loop: StepLoop, started: StartUp) -> None:
-    """Serve a greedy and a sampled request on an idle loop, then forget them; seconds go to stage ``rehearse``.
+    """Replay every graph, serve requests on an idle loop, and forget them; seconds go to stage ``rehearse``.
 
-    Their prompts take two chunks, and four tokens follow, where sequences may be so long; shorter ones get what fits.
-    Counts of paths start from zero afterwards.
+    First one request alone; then, where so many may run, a greedy one, a sampled one and one that its first token ends
+    together. Their prompts take two chunks, and four tokens follow, where sequences may be so long; shorter ones get
+    what fits. Counts of paths start from zero afterwards.
     """
     with started.stage("rehearse"):
         settings = loop.settings
         longest = loop.scheduler.max_length
         new_tokens = min(_NEW_TOKENS, longest - 1)
         prompt = [0] * max(1, min(settings.chunk_tokens + 1, longest - new_tokens - settings.draft_tokens))
-        sampled = SamplingParams(max_new_tokens=new_tokens, temperature=0.7, top_p=0.9, seed=1, ignore_eos=True)
-        for number, params in enumerate((SamplingParams(max_new_tokens=new_tokens, ignore_eos=True), sampled)):
-            loop.add(Request(id=f"rehearsal {number}", prompt_ids=prompt, params=params))
-        while loop.has_work:
-            loop.step()
-        loop.reset()
+        greedy = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+        sampled = replace(greedy, temperature=0.7, top_p=0.9, seed=1)
+        stopped = replace(greedy, stop_token_ids=tuple(range(loop.config.vocab_size)))
+        for step in started.captured.values():
+            step.replay_pads()
+        for together in ((greedy,), (greedy, sampled, stopped)):
+            for number, params in enumerate(together):
+                loop.add(Request(id=f"rehearsal {number}", prompt_ids=prompt, params=params))
+            while loop.has_work:
+                loop.step()
+            loop.reset()
     for step in started.captured.values():
         step.path_counts.clear()
         step.last_path = None

@@ -328,6 +328,14 @@ class CapturedStep:
             return outputs[: lengths[self._trim[0]]]
         return tuple(o[: lengths[size]] for o, size in zip(outputs, self._trim, strict=True))
 
+    def replay_pads(self) -> None:
+        """Replay every bucket once on pad rows: the first launch of a graph also sends it to the device."""
+        with torch.no_grad():
+            for bucket, tape in self._tapes.items():
+                self.inputs.fill_pads(bucket)
+                tape.replay()
+        self._graphs.settle()
+
     def eager(self, inputs: Any, reason: str = "the caller asked for it") -> Any:
         """Run a step without graphs and pads; works in every state of the object."""
         with torch.no_grad():

@@ -6,6 +6,7 @@ from dsv4 import engine as engine_module
 from dsv4.engine import Engine
 
 from .engines import greedy
+from .graphs.cpu_graphs import CpuGraph
 from .simulated_hardware import SimulatedHardware, make, prompts, settings_of
 from .tiny_model import TinyCheckpoint, tiny_config
 
@@ -20,11 +21,15 @@ def tiny(tmp_path_factory):
     "sizes", [{}, {"num_blocks": 1, "max_seq_len": 8, "prefix_reuse": False}], ids=["roomy", "narrow"]
 )
 def test_it_runs_last_and_is_forgotten(tiny, monkeypatch, graph_mode, sizes):
-    seen = []
+    seen, replayed = [], set()
+    replay = CpuGraph.replay
+    monkeypatch.setattr(CpuGraph, "replay", lambda graph: (replayed.add(graph), replay(graph))[1])
 
     def watched(loop, started):
         before = loop.runner.num_inputs
         rehearse(loop, started)
+        graphs = [graph for step in started.captured.values() for tape in step._tapes.values() for graph in tape.graphs]
+        assert set(graphs) <= replayed and bool(graphs) == (graph_mode == "full")  # no first launch is left
         seen.append((loop.runner.num_inputs - before, loop.has_work, started.ready_at))
 
     rehearse = engine_module.rehearse
