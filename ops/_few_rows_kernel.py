@@ -1,25 +1,26 @@
 """Products ``x @ weight.T`` of at most 16 rows, which read the weight once and wait for nothing else.
 
-A decode step has few rows and small matrices: tiles of 64 weight rows that walk all of K leave most of a GPU idle (on
-an H200, one row by [1024, 4096]: 27 us in e4m3 and 18 us in bf16 there, 11 and 7.5 us here).
-Here a program owns 16 weight rows, and each of its warps a part of K of its own: four parts of one step side by side,
-each a tensor-core product of [16, step] by [step, 16], added up once at the end. The order of a row's sums is then
-another than that of ``_matmul_tiles``; deterministic products therefore stay there.
+A decode step has few rows and small matrices: tiles of 64 weight rows that walk all of K leave most of a GPU idle.
+Here a program owns 16 weight rows, and each of its warps a part of K of its own: several parts of one step side by
+side, each a tensor-core product of [16, step] by [step, 8 or 16], added up once at the end. A single row goes to
+``_one_row_kernel``. The order of a row's sums is then another than that of ``_matmul_tiles``; deterministic products
+therefore stay there.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from . import _matmul_tiles as tiles
+from . import _matmul_tiles as tiles, _one_row_kernel as one_row
 from ._aligned import aligned
 from ._runtime import Key
 from ._triton import launch
 
-ROWS = 16  # most rows; a tile always has all of them
+ROWS = 16  # most rows
 MOST_OUTS = 16384  # from here on tiles of 64 weight rows fill a GPU several times and read longer lines
-_TILE = {"outs": 16, "tokens": ROWS, "parts": 4, "num_warps": 4, "num_stages": 4}
-_STEPS = {torch.bfloat16: 64, torch.float8_e4m3fn: 128}  # values of one part; 128 have one scale
+TOKEN_TILES = (8, ROWS)
+_STEP = 128  # values of one part; 128 codes have one scale
+_PARTS = 4  # one a warp
 
 
 @triton.jit(do_not_specialize=["num_tokens", "units", "num_outs"])
@@ -94,8 +95,8 @@ def _few_rows_fp8(
         known = part[:, None] < blocks - first - parts
         x_scale = tl.load(x_scale_tile, mask=known & row_inside, other=0.0)  # of the next step: nothing waits for it
         weight_scale = tl.load(scale_tile, mask=known & scale_inside, other=0.0)
-        # e4m3 is exact in bf16, whose products are added in fp32; see fp8_linear_kernel
-        product = tl.dot(weight.to(tl.bfloat16), tl.permute(x.to(tl.bfloat16), (0, 2, 1)))
+        # e4m3 is exact in fp16, whose products are added in fp32; see fp8_linear_kernel
+        product = tl.dot(weight.to(tl.float16), tl.permute(x.to(tl.float16), (0, 2, 1)))
         total += product * scale
         weight_tile += parts * step
         x_tile += parts * step
@@ -113,31 +114,44 @@ def _store(total, out_ptr, first_out, num_tokens, num_outs, outs: tl.constexpr, 
 
 def serves(x: torch.Tensor, weight: torch.Tensor, *, deterministic: bool) -> bool:
     """Whether the product of these tensors, which may be meta tensors, is made here."""
-    small = x.shape[0] <= ROWS and weight.shape[0] < MOST_OUTS
-    return small and not deterministic and x.dtype == weight.dtype and x.dtype in _STEPS
+    if deterministic or x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
+        return False
+    if x.shape[0] == 1 and x.dtype == torch.float8_e4m3fn:
+        return True
+    return x.shape[0] <= ROWS and weight.shape[0] < MOST_OUTS
+
+
+def token_tile(num_tokens: int) -> int:
+    """Columns of the tensor-core product."""
+    return next(tile for tile in TOKEN_TILES if num_tokens <= tile)
 
 
 def _options(x: torch.Tensor, half: int) -> dict[str, int]:
-    step = _STEPS[x.dtype]
-    options = _TILE | {"step": step, "unit": tiles.width_unit(x.shape[1], _TILE["parts"] * step)}
-    return options if x.dtype == torch.bfloat16 else options | {"halves": half % step != 0}
+    """Tile, warps and stages: the fastest of a sweep on an H200."""
+    tokens, bf16 = token_tile(x.shape[0]), x.dtype == torch.bfloat16
+    outs, stages = (tokens, 4) if bf16 else (16, 3)
+    options = {"outs": outs, "tokens": tokens, "parts": _PARTS, "step": _STEP, "num_warps": _PARTS}
+    options |= {"unit": tiles.width_unit(x.shape[1], _PARTS * _STEP), "num_stages": stages}
+    return options if bf16 else options | {"halves": half % _STEP != 0}
 
 
 def _key(x: torch.Tensor, dtype: torch.dtype, options: dict[str, int]) -> Key:
     name = "few_rows" if x.dtype == torch.bfloat16 else "few_rows_fp8"
-    return (name, options["unit"], int(options.get("halves", 0)), str(dtype).removeprefix("torch."))
+    return (name, options["tokens"], options["unit"], int(options.get("halves", 0)), str(dtype).removeprefix("torch."))
 
 
 def key(x: torch.Tensor, dtype: torch.dtype, half: int = 0) -> Key:
     """What the launch for ``x``, this result dtype and ``half`` (see ``fp8_linear_kernel.run``) is specialised on."""
-    return _key(x, dtype, _options(x, half))
+    return one_row.key(x, dtype, half) if x.shape[0] == 1 else _key(x, dtype, _options(x, half))
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """``out [T, N] = x [T, K] @ weight[N, K].T``, bf16 operands, fp32 accumulation, rounded once."""
+    if x.shape[0] == 1:
+        return one_row.run(x, weight, out)
     options = _options(x, 0)
     launch(
-        _key(x, out.dtype, options), _few_rows, (_grid(x, weight),), aligned(x), aligned(weight), out,
+        _key(x, out.dtype, options), _few_rows, (_grid(x, weight, options),), aligned(x), aligned(weight), out,
         x.shape[0], x.shape[1] // options["unit"], weight.shape[0], **options,
     )  # fmt: skip
 
@@ -151,13 +165,15 @@ def run_fp8(
     half: int,
 ) -> None:
     """The same of e4m3 codes with block scales; arguments as those of ``fp8_linear_kernel.run``."""
+    if x.shape[0] == 1:
+        return one_row.run_fp8(x, x_scale, weight, weight_scale, out, half)
     options = _options(x, half)
     tensors = [aligned(t) for t in (x, x_scale, weight, weight_scale)]
     launch(
-        _key(x, out.dtype, options), _few_rows_fp8, (_grid(x, weight),), *tensors, out, x.shape[0],
+        _key(x, out.dtype, options), _few_rows_fp8, (_grid(x, weight, options),), *tensors, out, x.shape[0],
         x.shape[1] // options["unit"], weight.shape[0], half, **options,
     )  # fmt: skip
 
 
-def _grid(x: torch.Tensor, weight: torch.Tensor) -> int:
-    return triton.cdiv(weight.shape[0], _TILE["outs"]) if x.shape[0] else 0
+def _grid(x: torch.Tensor, weight: torch.Tensor, options: dict[str, int]) -> int:
+    return triton.cdiv(weight.shape[0], options["outs"]) if x.shape[0] else 0

@@ -13,7 +13,7 @@ import triton.language as tl
 
 TOKEN_TILES = (16, 64, 128)
 _SIZES = (16, 256)  # most rows for which the first and the second tile are used
-OUTS = {16: 64, 64: 128, 128: 128}  # weight rows per program, by token tile
+OUTS = {16: 64, 64: 128, 128: 128}  # weight rows per program of a dense product, by token tile
 GROUP = 8  # token tiles that run side by side while they share weight rows in L2
 
 
@@ -23,8 +23,8 @@ def token_tile(num_tokens: int) -> int:
 
 
 def sample_counts(max_tokens: int) -> tuple[int, ...]:
-    """Row counts up to ``max_tokens`` that between them select every token tile that smaller steps can select."""
-    return tuple(n for n in (1, *(size + 1 for size in _SIZES)) if n <= max(max_tokens, 1))
+    """Row counts up to ``max_tokens`` that between them select every kernel and token tile that smaller steps can."""
+    return tuple(n for n in (1, 2, 9, *(size + 1 for size in _SIZES)) if n <= max(max_tokens, 1))
 
 
 def width_unit(width: int, step: int) -> int:
@@ -75,8 +75,7 @@ def multiply(weight, x, total):
 
 def fp8_options(tile: int) -> dict[str, int]:
     """Tile sizes, warps and stages of an FP8 product: a step of K is one block of 128 codes, which has one scale."""
-    warps, stages = {16: (4, 6), 64: (4, 4), 128: (8, 4)}[tile]
-    return {"outs": OUTS[tile], "tokens": tile, "step": 128, "num_warps": warps, "num_stages": stages}
+    return {"outs": 64, "tokens": tile, "step": 128, "num_warps": 4, "num_stages": 3 if tile == 128 else 4}
 
 
 def dense_tile(num_tokens: int, x: torch.Tensor) -> int:

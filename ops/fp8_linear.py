@@ -186,9 +186,10 @@ def deep_gemm_calls(shape: Shape, max_tokens: int) -> dict[Key, tuple[int, int, 
 
 def _triton_keys(outs: int, width: int, max_rows: int) -> Iterator[tuple[Key, int, int, int, bool]]:
     """Key, rows, weight rows, width and ``deterministic`` per tile; weights have as few rows as divide alike."""
-    from . import _matmul_tiles, fp8_linear_kernel
+    from . import _few_rows_kernel, _matmul_tiles, fp8_linear_kernel
 
-    outs = _matmul_tiles.width_unit(outs, 16)
+    unit, most = _matmul_tiles.width_unit(outs, 16), _few_rows_kernel.MOST_OUTS
+    outs = unit if outs < most else most + 16 - unit
     for count, deterministic in itertools.product(_matmul_tiles.sample_counts(max_rows), (False, True)):
         x, weight = (torch.empty(n, width, dtype=torch.float8_e4m3fn, device="meta") for n in (count, outs))
         key = fp8_linear_kernel.key(x, weight, torch.bfloat16, deterministic=deterministic)

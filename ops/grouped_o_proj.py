@@ -10,6 +10,8 @@ Errors: ``ValueError`` on wrong ranks, sizes or dtypes.
 Source: ``Attention.forward`` (``apply_rotary_emb(inverse=True)`` and ``wo_a``) of the official inference code.
 """
 
+import itertools
+
 import torch
 
 from . import _rope
@@ -81,18 +83,18 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
 def cuda(
     o: torch.Tensor, rope_table: torch.Tensor, positions: torch.Tensor, weight: torch.Tensor, *, deterministic: bool
 ) -> torch.Tensor:
-    """One kernel whose rows never depend on each other: ``deterministic`` changes nothing."""
+    """Rows never depend on each other; with ``deterministic`` every number of rows also sums in one order."""
     from . import grouped_o_proj_kernel
 
     out = _alloc(o, rope_table, positions, weight)
     if positions.shape[0] != o.shape[0]:
         raise ValueError(f"grouped_o_proj positions must have {o.shape[0]} rows, got {positions.shape[0]}")
-    grouped_o_proj_kernel.run(o, rope_table, positions, weight, out)
+    grouped_o_proj_kernel.run(o, rope_table, positions, weight, out, deterministic=deterministic)
     return out
 
 
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
-    """One specialisation per token tile, for bf16."""
+    """One specialisation per kernel and token tile, for bf16."""
     from . import _matmul_tiles, grouped_o_proj_kernel
 
     heads = shape.num_heads // shape.o_groups
@@ -104,16 +106,16 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
         weight = torch.ones(1, shape.o_lora_rank, heads * shape.head_dim, dtype=torch.bfloat16, device=device)
         return o, torch.ones(1, shape.rope_dim, device=device), positions, weight
 
-    cases = []
-    for count in _matmul_tiles.sample_counts(max_tokens):
+    cases = {}
+    for count, deterministic in itertools.product(_matmul_tiles.sample_counts(max_tokens), (False, True)):
 
-        def arguments(count: int = count) -> Arguments:
-            return tensors(count, device), {"deterministic": True}
+        def arguments(count: int = count, deterministic: bool = deterministic) -> Arguments:
+            return tensors(count, device), {"deterministic": deterministic}
 
         o, table, _, weight = tensors(count, "meta")
-        key = grouped_o_proj_kernel.key(o, table, weight)
-        cases.append(PrewarmCase(op="grouped_o_proj", key=key, arguments=arguments))
-    return tuple(cases)
+        key = grouped_o_proj_kernel.key(o, table, weight, deterministic=deterministic)
+        cases.setdefault(key, PrewarmCase(op="grouped_o_proj", key=key, arguments=arguments))
+    return tuple(cases.values())
 
 
 grouped_o_proj = register(

@@ -1,7 +1,10 @@
+import itertools
+
 import pytest
 import torch
 
 from dsv4 import ops
+from dsv4.ops import _triton
 from dsv4.ops.shapes import nano, tiny
 
 from ..ops import contract
@@ -45,6 +48,11 @@ def test_matches_reference(shape, num_tokens, dtype):
         (300, 2, 192, 64, 2, 24),
         (5, 2, 100, 80, 1, 16),
         (4, 2, 6, 2, 2, 3),
+        (1, 6, 40, 16, 3, 10),
+        (1, 3, 700, 62, 1, 20),
+        (1, 2, 7, 2, 2, 3),
+        (9, 20, 24, 8, 2, 17),
+        (16, 5, 300, 20, 1, 33),
     ],
     ids=str,
 )
@@ -52,11 +60,32 @@ def test_odd_sizes_and_pads(sizes, dtype, weight_dtype):
     compare(SPEC, make(*sizes, dtype, weight_dtype), {"deterministic": False}, **TOLERANCE[dtype])
 
 
-def test_rotation_rounds_to_bf16_before_the_product():
-    o, table, positions, _ = make(16, 1, 64, 64, 1, 64, BF16, FP32)
+@pytest.mark.parametrize("weight_dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 2, 16])
+def test_rotation_rounds_to_bf16_before_the_product(num_tokens, deterministic, weight_dtype):
+    o, table, positions, _ = make(num_tokens, 1, 64, 64, 1, 64, BF16, FP32)
     o = o.nan_to_num()
-    weight = torch.eye(64)[None]  # fp32 weights show the operand itself
-    compare(SPEC, (o, table, positions, weight), {"deterministic": True}, rtol=0, atol=0)
+    weight = torch.eye(64, dtype=weight_dtype)[None]  # shows the operand itself
+    compare(SPEC, (o, table, positions, weight), {"deterministic": deterministic}, rtol=0, atol=0)
+
+
+def test_a_single_pad_gives_zeros_and_is_not_read():
+    o, table, positions, weight = make(1, 2, 64, 32, 1, 16, BF16, BF16)
+    positions[0] = -1
+    o[:] = float("nan")
+    for deterministic in (False, True):
+        assert not SPEC.cuda(o, table, positions, weight, deterministic=deterministic).any()
+
+
+@pytest.mark.parametrize("num_tokens, deterministic, kernel", [
+    (0, False, "few_rows_o_proj"), (1, False, "one_row_o_proj"), (2, False, "few_rows_o_proj"),
+    (16, False, "few_rows_o_proj"), (17, False, "grouped_o_proj"), (1, True, "grouped_o_proj"),
+])  # fmt: skip
+def test_which_kernel_serves(num_tokens, deterministic, kernel):
+    with _triton.recording() as calls:
+        SPEC.cuda(*make(num_tokens, 2, 64, 32, 1, 16, BF16, BF16), deterministic=deterministic)
+    assert [call.key[0] for call in calls] == [kernel]
 
 
 def test_row_alone_equals_row_in_batch():
@@ -79,6 +108,7 @@ def test_wrong_number_of_positions():
 @pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
 def test_prewarm_covers_every_step(shape):
     keys = prewarm.enumerated(SPEC, shape, 300)
-    for count in (1, 16, 17, 64, 256, 257, 300):
-        assert prewarm.launched(SPEC, *contract.example(SPEC, shape, count, BF16)) <= keys
+    for count, deterministic in itertools.product((1, 2, 8, 9, 16, 17, 64, 256, 257, 300), (False, True)):
+        args, keywords = contract.example(SPEC, shape, count, BF16)
+        assert prewarm.launched(SPEC, args, keywords | {"deterministic": deterministic}) <= keys
     assert prewarm.enumerated(SPEC, shape, 16) < keys

@@ -40,14 +40,14 @@ def test_dtypes_and_odd_sizes(num_tokens, width, num_outs, x_dtype, weight_dtype
     compare(SPEC, args, {"dtype": result, "deterministic": False}, **TOLERANCE[result])
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, 15, 16])
-@pytest.mark.parametrize("width, num_outs", [(256, 64), (512, 40), (320, 16), (100, 3), (768, 129)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 9, 16])
+@pytest.mark.parametrize("width, num_outs", [(256, 64), (512, 40), (320, 16), (100, 3), (768, 129), (4096, 9)])
 def test_few_rows(num_tokens, width, num_outs):
-    """Widths with and without a rest of a step of 256, and ends within a tile."""
+    """Widths with and without a rest of a step, and ends within a tile."""
     args = make(num_tokens, width, num_outs, BF16, BF16)
     with _triton.recording() as calls:
         SPEC.cuda(*args, dtype=BF16, deterministic=False)
-    assert [call.key[0] for call in calls] == ["few_rows"]
+    assert [call.key[0] for call in calls] == ["one_row" if num_tokens == 1 else "few_rows"]
     for dtype in (FP32, BF16):
         compare(SPEC, args, {"dtype": dtype, "deterministic": False}, **TOLERANCE[dtype])
 
@@ -55,7 +55,7 @@ def test_few_rows(num_tokens, width, num_outs):
 def test_few_rows_of_a_large_matrix_stay_with_the_large_tiles():
     with _triton.recording() as calls:
         for num_outs in (_few_rows_kernel.MOST_OUTS - 1, _few_rows_kernel.MOST_OUTS):
-            SPEC.cuda(*make(1, 64, num_outs, BF16, BF16), dtype=BF16, deterministic=False)
+            SPEC.cuda(*make(2, 64, num_outs, BF16, BF16), dtype=BF16, deterministic=False)
     assert [call.key[0] for call in calls] == ["few_rows", "linear"]
 
 
@@ -93,7 +93,7 @@ def test_non_contiguous():
 @pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
 def test_prewarm_covers_every_step(shape):
     keys = prewarm.enumerated(SPEC, shape, 300)
-    for count in (1, 16, 17, 64, 256, 257, 300):
+    for count in (1, 2, 8, 9, 16, 17, 64, 256, 257, 300):
         for kind, deterministic in itertools.product((FP32, BF16), (False, True)):
             for num_outs in (shape.num_experts, shape.vocab) if kind == FP32 else (shape.index_heads, shape.hidden):
                 args = make(count, shape.hidden, num_outs, BF16, BF16)

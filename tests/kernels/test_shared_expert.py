@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -26,8 +28,8 @@ def make(kind, num_tokens, seed):
     return (x, x_scale, *weights.first), 8.0 if kind in ("fp8", "fp4") else 0.7
 
 
-def run(function, args, limit, dtype=FP32):
-    return function(*args, limit=limit, dtype=dtype, deterministic=True)
+def run(function, args, limit, dtype=FP32, deterministic=True):
+    return function(*args, limit=limit, dtype=dtype, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
@@ -39,11 +41,12 @@ def test_matches_reference(shape, num_tokens, dtype):
     compare(SPEC, *contract.example(SPEC, shape, num_tokens, dtype, seed=num_tokens), **tolerance)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 13, 70])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 13, 70])
 @pytest.mark.parametrize("kind", moe.FORMATS)
-def test_formats_and_odd_sizes(kind, num_tokens):
+def test_formats_and_odd_sizes(kind, num_tokens, deterministic):
     args, limit = make(kind, num_tokens, seed=num_tokens)
-    got, want = run(SPEC.cuda, args, limit), run(SPEC.reference, args, limit)
+    got, want = run(SPEC.cuda, args, limit, deterministic=deterministic), run(SPEC.reference, args, limit)
     assert got.shape == want.shape and got.dtype == FP32
     if num_tokens:
         assert want.any() and moe.relative_rms(got, want) < BOUND[kind]
@@ -84,6 +87,7 @@ def test_wrong_number_of_scale_rows():
 @pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
 def test_prewarm_covers_every_step(shape):
     keys = prewarm.enumerated(SPEC, shape, 300)
-    for count in (1, 16, 17, 64, 256, 257, 300):
-        assert prewarm.launched(SPEC, *contract.example(SPEC, shape, count, BF16)) <= keys
+    for count, deterministic in itertools.product((1, 2, 8, 9, 16, 17, 64, 256, 257, 300), (False, True)):
+        args, keywords = contract.example(SPEC, shape, count, BF16)
+        assert prewarm.launched(SPEC, args, keywords | {"deterministic": deterministic}) <= keys
     assert prewarm.enumerated(SPEC, shape, 16) < keys

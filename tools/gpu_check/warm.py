@@ -24,8 +24,8 @@ from .common import Record
 from .models import LIBRARIES, nano_engine, settings_of, using_backend
 from .place import NANO, Place, cache_environment
 
-GEMM_OPS = ("linear", "few_rows", "few_rows_fp8", "fp8_linear", "grouped_o_proj", "expert_ffn", "indexer_logits",
-            "deep_gemm")  # fmt: skip
+GEMM_OPS = ("linear", "one_row", "few_rows", "one_row_fp8", "few_rows_fp8", "fp8_linear", "grouped_o_proj",
+            "one_row_o_proj", "few_rows_o_proj", "expert_ffn", "indexer_logits", "deep_gemm")  # fmt: skip
 MHC_OPS = ("mhc_pre", "mhc_post", "mhc_post_pre", "mhc_head")
 
 
