@@ -60,13 +60,9 @@ def post_pre(
     **keywords: Any,
 ) -> None:
     """Write the mixed streams to ``new_streams``, and what :func:`pre` makes of them to ``x`` and ``weights``."""
-    if _backends.backend("mhc") == "tilelang":
-        _pre().run_after_post(
-            y, streams, post, comb, fn, scale, base, norm_weight, partials, new_streams, x, weights, **keywords
-        )  # fmt: skip
-    else:
-        _post().run(y, streams, post, comb, new_streams)
-        _pre().run(new_streams, fn, scale, base, norm_weight, partials, x, weights, **keywords)
+    _pre().run_after_post(
+        y, streams, post, comb, fn, scale, base, norm_weight, partials, new_streams, x, weights, **keywords
+    )  # fmt: skip
 
 
 def post_cases(op: str, shape: Shape, arguments: Callable[[], Arguments]) -> tuple[PrewarmCase, ...]:
@@ -79,6 +75,4 @@ def pre_cases(op: str, shape: Shape, outputs: int, arguments: Callable[[], Argum
 
 
 def post_pre_cases(op: str, shape: Shape, outputs: int, arguments: Callable[[], Arguments]) -> tuple[PrewarmCase, ...]:
-    if _backends.backend("mhc") == "tilelang":
-        return _pre().cases(op, shape, outputs, arguments, after_post=True)
-    return (*post_cases(op, shape, arguments), *pre_cases(op, shape, outputs, arguments))
+    return _pre().cases(op, shape, outputs, arguments, after_post=True)

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _mhc
+from . import _mhc, _mhc_few_rows_kernel, mhc_post_kernel
 from ._registry import Arguments, PrewarmCase
 from ._triton import dtype_key, launch
 from .shapes import Shape
@@ -192,11 +192,26 @@ def keys(streams: torch.Tensor, fn: torch.Tensor) -> tuple[tuple[str | int, ...]
     return ("mhc_products", *specialised), ("mhc_finish", *specialised)
 
 
-def cases(op: str, shape: Shape, outputs: int, arguments: Callable[[], Arguments]) -> tuple[PrewarmCase, ...]:
-    """Both specialisations of the production dtype, reached by one call of ``op`` with ``arguments``."""
+def cases(
+    op: str, shape: Shape, outputs: int, arguments: Callable[[], Arguments], *, after_post: bool = False
+) -> tuple[PrewarmCase, ...]:
+    """The specialisations of the production dtype, reached by a call of ``op`` with ``arguments`` in each mode."""
     streams = torch.empty(1, shape.num_streams, shape.hidden, dtype=torch.bfloat16, device="meta")
     fn = torch.empty(outputs, shape.num_streams * shape.hidden, device="meta")
-    return tuple(PrewarmCase(op=op, key=key, arguments=arguments) for key in keys(streams, fn))
+    found = {}
+    for deterministic in (True, False):
+
+        def in_mode(deterministic: bool = deterministic) -> Arguments:
+            args, keywords = arguments()
+            return args, keywords | {"deterministic": deterministic}
+
+        if _mhc_few_rows_kernel.serves(streams, fn, _mhc.alloc_partials(streams, outputs, deterministic=deterministic)):
+            names = _mhc_few_rows_kernel.keys(streams, fn, mixing=after_post)
+        else:
+            names = (*((mhc_post_kernel.key(streams),) if after_post else ()), *keys(streams, fn))
+        for name in names:
+            found.setdefault(name, PrewarmCase(op=op, key=name, arguments=in_mode))
+    return tuple(found.values())
 
 
 def run(
@@ -217,6 +232,12 @@ def run(
 
     ``partials``: fp32 workspace of :func:`_mhc.alloc_partials`; its first dimension is the number of parts.
     """
+    if weights and _mhc_few_rows_kernel.serves(streams, fn, partials):
+        _mhc_few_rows_kernel.run(
+            None, streams, fn, scale, base, norm_weight, partials, x, weights,
+            eps=eps, hc_eps=hc_eps, sinkhorn_iters=sinkhorn_iters,
+        )  # fmt: skip
+        return
     num_tokens, num_streams, hidden = streams.shape
     outputs, num_splits, columns = fn.shape[0], partials.shape[0], _mhc.partial_columns(fn.shape[0])
     if num_streams != NUM_STREAMS or hidden > MAX_HIDDEN:
@@ -246,3 +267,31 @@ def run(
         num_streams=num_streams, hidden=hidden, outputs=outputs, columns=columns, block=block, group_rows=group_rows,
         num_warps=warps,
     )  # fmt: skip
+
+
+def run_after_post(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
+    partials: torch.Tensor,
+    new_streams: torch.Tensor,
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    *,
+    eps: float,
+    hc_eps: float,
+    sinkhorn_iters: int,
+) -> None:
+    """Write what mhc_post makes to ``new_streams``, and of these what :func:`run` makes; bitwise the same."""
+    rest = (fn, scale, base, norm_weight, partials, x, weights)
+    keywords = {"eps": eps, "hc_eps": hc_eps, "sinkhorn_iters": sinkhorn_iters}
+    if _mhc_few_rows_kernel.serves(new_streams, fn, partials):
+        _mhc_few_rows_kernel.run((y, streams, post, comb), new_streams, *rest, **keywords)
+    else:
+        mhc_post_kernel.run(y, streams, post, comb, new_streams)
+        run(new_streams, *rest, **keywords)

@@ -1,5 +1,7 @@
 """How many binaries the mHC kernels need: the number of tokens must not add any, and prewarm must list them all."""
 
+from importlib import import_module
+
 import pytest
 import torch
 import triton
@@ -32,15 +34,19 @@ def binary(call: _triton.Launch) -> tuple:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_select_nothing(name):
-    for sizes in ((1, 2, 63, 64, 65, 129), (257, 1025, LAST_SPLIT_CHANGE)):
+    """One set of binaries for all rows; mhc_pre and mhc_post_pre have one more for few rows of either."""
+    changes = {} if name in ("mhc_post", "embed_streams") else {"deterministic": False}
+    for sizes in ((1, 2, 17, 63, 64, 65, 129), (257, 1025, LAST_SPLIT_CHANGE)):
         calls = [c for t in sizes for c in launches(name, t)]
-        if name in ("mhc_pre", "mhc_post_pre", "mhc_head"):
-            calls += launches(name, sizes[0], deterministic=False)
+        calls += [c for t in sizes if t > 16 for c in launches(name, t, **changes)]
         assert len({binary(c) for c in calls}) == len({c.key for c in calls}) == len(launches(name, sizes[0]))
+    few = [c for t in (1, 2, 3, 16) for c in launches(name, t, **changes)]
+    assert len({binary(c) for c in few}) == len({c.key for c in few}) == len(launches(name, 1, **changes))
 
 
 def test_run_time_values_are_not_specialised_on():
-    for call in [c for name in NAMES for c in launches(name, 3)]:
+    few = [c for name in ("mhc_pre", "mhc_post_pre") for c in launches(name, 3, deterministic=False)]
+    for call in few + [c for name in NAMES for c in launches(name, 3)]:
         values = dict(zip(call.kernel.arg_names, call.args, strict=False))
         scalars = {name for name, value in values.items() if not isinstance(value, torch.Tensor)}
         assert scalars <= set(call.kernel.do_not_specialize), f"{call.key} specialises on {scalars}"
@@ -56,9 +62,20 @@ def test_prewarm_lists_what_runs(shape):
         args, kwargs = contract.example(spec, shape, 2, torch.bfloat16)
         with _triton.recording() as calls:
             spec.cuda(*args, **kwargs)
+            if "deterministic" in kwargs:
+                spec.cuda(*args, **{**kwargs, "deterministic": False})
         assert {case.key for case in cases} == {call.key for call in calls}
         keys |= {case.key for case in cases}
-    assert len(keys) == 5
+    assert len(keys) == (8 if shape.hidden > 64 else 5)
+
+
+@pytest.mark.parametrize("name", ["mhc_pre", "mhc_post_pre"])
+def test_a_case_reaches_its_key(name):
+    for case in import_module(f"dsv4.ops.{name}").cuda_cases(nano, torch.device("cpu"), 64):
+        args, kwargs = case.arguments()
+        with _triton.recording() as calls:
+            ops.spec(name).cuda(*args, **kwargs)
+        assert case.key in {call.key for call in calls}
 
 
 def test_prewarm_of_the_embedding():
@@ -68,6 +85,14 @@ def test_prewarm_of_the_embedding():
     with _triton.recording() as calls:
         spec.cuda(*args, **kwargs)
     assert [case.key] == [call.key for call in calls]
+
+
+@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mhc_pre", "mhc_post_pre"])
+def test_few_rows_compile(name, arch):
+    for call in launches(name, 5, deterministic=False):
+        options = {k: v for k, v in call.meta.items() if k in ("num_warps", "num_stages")}
+        assert triton.compile(source(call), target=GPUTarget("cuda", arch, 32), options=options).asm["cubin"]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsv4 import ops
-from dsv4.ops import OpSpec, _mhc
+from dsv4.ops import OpSpec, _mhc, _triton
 from dsv4.ops.shapes import Shape, flash, nano, pro, tiny
 
 from ..ops import contract
@@ -66,15 +66,63 @@ def test_head(shape, num_tokens, dtype, deterministic):
     check(spec, args, {**kwargs, "deterministic": deterministic})
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "num_tokens"), [(tiny, 0), (tiny, 7), (nano, 9)], ids=name)
-def test_post_pre_is_post_then_pre(shape, num_tokens, dtype):
+@pytest.mark.parametrize(("shape", "num_tokens"), [(tiny, 0), (tiny, 7), (nano, 1), (nano, 9), (nano, 17)], ids=name)
+def test_post_pre_is_post_then_pre(shape, num_tokens, dtype, deterministic):
     spec = ops.spec("mhc_post_pre")
     args, kwargs = contract.example(spec, shape, num_tokens, dtype, seed=num_tokens)
+    kwargs["deterministic"] = deterministic
     streams = ops.spec("mhc_post").cuda(*args[:4])
     expected = (streams, *ops.spec("mhc_pre").cuda(streams, *args[4:], **kwargs))
     for got, want in zip(spec.cuda(*args, **kwargs), expected, strict=True):
         assert torch.equal(got, want)
+
+
+def served(name: str, shape: Shape, num_tokens: int, dtype: torch.dtype, **changes) -> list[str]:
+    """Kernels that an example call launches."""
+    args, kwargs = contract.example(ops.spec(name), shape, num_tokens, dtype)
+    with _triton.recording() as launches:
+        ops.spec(name).cuda(*args, **(kwargs | changes))
+    return [launch.kernel.fn.__name__ for launch in launches]
+
+
+def test_which_rows_are_few():
+    """bf16 rows outside deterministic mode, where their parts are not those of deterministic mode; not the head."""
+    few, other = ["_few_products", "_few_finish"], ["_mhc_products", "_mhc_finish"]
+    for num_tokens, kernels in ((0, few), (1, few), (16, few), (17, other)):
+        assert served("mhc_pre", nano, num_tokens, torch.bfloat16, deterministic=False) == kernels
+        assert served("mhc_pre", nano, num_tokens, torch.bfloat16, deterministic=True) == other
+    assert served("mhc_post_pre", nano, 3, torch.bfloat16, deterministic=False) == few
+    assert served("mhc_post_pre", nano, 3, torch.bfloat16, deterministic=True) == ["_mhc_post", *other]
+    assert served("mhc_pre", tiny, 3, torch.bfloat16, deterministic=False) == other
+    assert served("mhc_pre", nano, 3, torch.float32, deterministic=False) == other
+    assert served("mhc_head", nano, 3, torch.bfloat16, deterministic=False) == other
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 16])
+def test_few_rows(monkeypatch, num_tokens):
+    """Whole and partial groups of rows; workspace and outputs hold NaN before; the same bits every time."""
+    spec = ops.spec("mhc_post_pre")
+    args, kwargs = contract.example(spec, nano, num_tokens, torch.bfloat16, seed=num_tokens)
+    kwargs["deterministic"] = False
+    original = _mhc.alloc_partials
+    monkeypatch.setattr(_mhc, "alloc_partials", lambda *a, **k: original(*a, **k).fill_(float("nan")))
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: torch.full(a[0], float("nan"), **k))
+    check(spec, args, kwargs)
+    first, second = (outputs(spec, spec.cuda, args, kwargs) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_few_rows_with_nan_and_one_sinkhorn_round():
+    spec = ops.spec("mhc_pre")
+    args, kwargs = contract.example(spec, nano, 5, torch.bfloat16, seed=6)
+    args[0][1, 2, 3] = float("nan")
+    kwargs |= {"sinkhorn_iters": 1, "deterministic": False}
+    got, want = outputs(spec, spec.cuda, args, kwargs), outputs(spec, spec.reference, args, kwargs)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.isnan(), b.isnan()) and a[1].isnan().all()
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=1e-5, equal_nan=True)
 
 
 def test_a_row_does_not_see_the_batch():
