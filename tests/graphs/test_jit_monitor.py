@@ -34,6 +34,13 @@ def cold_triton(monkeypatch, tmp_path):
     assert triton.knobs.runtime.jit_cache_hook is None and triton.knobs.compilation.listener is None
 
 
+@pytest.fixture
+def real_driver(monkeypatch, cold_triton):
+    """Inductor asks Triton's driver for its target, keeps the answer for the life of the process, and writes it into
+    pieces: with the answer of a stand-in, whatever this process compiles later would load in no other one."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", None)
+
+
 def counts(monitor: JitMonitor, library: str = "triton") -> tuple[int, int]:
     total = monitor.report().total(library)
     return total.compilations, total.loads
@@ -244,7 +251,14 @@ def inductor() -> dict[str, KeyCounts]:
     return {key: KeyCounts(*events) for key, events in jit_events().items()}
 
 
-def test_inductor_itself(monkeypatch, tmp_path):
+def product_piece(directory: Path) -> tuple[int, int]:
+    """Pieces of a matrix product that were loaded from ``directory`` and that were compiled."""
+    model = compile_model(lambda x: (x.mm(x),), cache_dir=directory)
+    model.prepare(torch.eye(4))
+    return model.report.cache_hits, model.report.cache_misses
+
+
+def test_inductor_itself(real_driver, monkeypatch, tmp_path):
     """Matrix products are calls of a library, so Inductor's code is Python and no C++ compiler runs."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
@@ -265,10 +279,14 @@ def test_inductor_itself(monkeypatch, tmp_path):
     with pytest.raises(JitError, match=f"must be warm, got .*'inductor': .*{again}"):  # noqa: SIM117
         with JitMonitor("raise", libraries=NOTHING, counters={"inductor": inductor}):
             compile_products(2)
+    assert product_piece(tmp_path / "pieces") == (0, 1)
+    program = "from tests.graphs.test_jit_monitor import *; print(product_piece(Path(sys.argv[1])))"
+    another = [sys.executable, "-c", program, tmp_path / "pieces"]
+    assert subprocess.check_output(another, cwd=ROOT, text=True).splitlines()[-1] == "(1, 0)"
 
 
 @pytest.mark.slow
-def test_compile_reports_are_counted(tmp_path):
+def test_compile_reports_are_counted(real_driver, tmp_path):
     """Inductor through the public report of ``dsv4.compile``: a cold directory compiles, a filled one loads."""
     compiled = {}
 
