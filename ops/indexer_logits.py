@@ -7,7 +7,8 @@ Entry w is visible to a row at position p if ``w < (p + 1) // ratio``. Its score
 weight_h``; entries that are not visible, entries of absent blocks and all entries of pad rows score −inf.
 Numerics: ``float32``: fp32 throughout. ``bfloat16`` (the official code): the dot product, the head weight and their
 product are each rounded to bf16; the sum over heads is fp32 and rounds once.
-``deterministic``: every row is scored alone, by products of one fixed shape.
+``deterministic``: every row is scored alone, by products of one fixed shape. Otherwise the shape of the products may
+depend on the number of rows and entries.
 Memory: temporaries stay under ``TEMPORARY_BYTES`` (beyond one row times ``ENTRY_TILE`` entries, which must fit).
 Kernels: with the ``gemm`` backend ``deep_gemm``, DeepGEMM serves e4m3 queries on an FP8 cache with fp32 scores where
 many rows share a request (``_indexer_deep_gemm.serves``). It cannot serve what the two numerics modes of the model
@@ -17,11 +18,13 @@ Errors: ``ValueError`` for other dtypes or shapes.
 Source: indexer of the official inference code.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import torch
 
 from . import _indexer_deep_gemm, _paged
+from ._cases import empty_cache
 from ._example_rows import example_rows
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import BLOCK_TOKENS, Shape
@@ -141,7 +144,7 @@ def cuda(
     dtype: torch.dtype,
     deterministic: bool,
 ) -> torch.Tensor:
-    """Every row is a product of its own, whoever shares its keys; ``deterministic`` only rules out DeepGEMM."""
+    """Every row is a product of its own, whoever shares its keys, of one shape if ``deterministic``."""
     scores = _alloc(q, weights, cache, block_tables, ratio, dtype)
     rows = positions, row_requests, block_tables
     bound = {"max_bytes": TEMPORARY_BYTES}
@@ -150,12 +153,12 @@ def cuda(
         return scores
     from . import indexer_logits_kernel
 
-    indexer_logits_kernel.run(q, weights, cache, *rows, scores, ratio=ratio)
+    indexer_logits_kernel.run(q, weights, cache, *rows, scores, ratio=ratio, deterministic=deterministic)
     return scores
 
 
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
-    """bf16 queries, bf16 and (where the dimension has the layout) FP8 caches, scores of either numerics mode.
+    """bf16 queries, bf16 and (where the dimension has the layout) FP8 caches, scores and tiles of either mode.
 
     With DeepGEMM also what it serves.
     """
@@ -163,21 +166,23 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
 
     cases = []
     page_rows = BLOCK_TOKENS // _RATIO
-    for storage in (torch.bfloat16, torch.uint8) if shape.index_dim == _paged.INDEX_DIM else (torch.bfloat16,):
-        for dtype in _DTYPES:
+    storages = (torch.bfloat16, torch.uint8) if shape.index_dim == _paged.INDEX_DIM else (torch.bfloat16,)
+    for storage, dtype, deterministic in itertools.product(storages, _DTYPES, (False, True)):
 
-            def arguments(storage: torch.dtype = storage, dtype: torch.dtype = dtype) -> Arguments:
-                args, options = example(shape, num_tokens=2, device=device, dtype=torch.bfloat16, seed=0)
-                if storage == torch.uint8:
-                    size = (args[2].shape[0], _paged.fp8_page_bytes(page_rows, shape.index_dim))
-                    args = (*args[:2], torch.zeros(size, dtype=storage, device=device), *args[3:])
-                return args, {**options, "dtype": dtype}
+        def arguments(
+            storage: torch.dtype = storage, dtype: torch.dtype = dtype, deterministic: bool = deterministic
+        ) -> Arguments:
+            args, options = example(shape, num_tokens=1, device=device, dtype=torch.bfloat16, seed=0)
+            if storage == torch.uint8:
+                size = (args[2].shape[0], _paged.fp8_page_bytes(page_rows, shape.index_dim))
+                args = (*args[:2], torch.zeros(size, dtype=storage, device=device), *args[3:])
+            return args, {**options, "dtype": dtype, "deterministic": deterministic}
 
-            q = torch.empty(1, shape.index_heads, shape.index_dim, dtype=torch.bfloat16, device="meta")
-            row = (page_rows, shape.index_dim) if storage != torch.uint8 else (page_rows * _paged.INDEX_ROW_BYTES,)
-            cache = torch.empty(1, *row, dtype=storage, device="meta")
-            key = indexer_logits_kernel.key(q, cache, dtype)
-            cases.append(PrewarmCase(op="indexer_logits", key=key, arguments=arguments))
+        q = torch.empty(1, shape.index_heads, shape.index_dim, dtype=torch.bfloat16, device="meta")
+        cache = empty_cache(1, page_rows, shape.index_dim, dtype=storage, device=torch.device("meta"))
+        tile = indexer_logits_kernel.entries_per_program(q, cache, page_rows, deterministic=deterministic)
+        key = indexer_logits_kernel.key(q, cache, dtype, tile)
+        cases.append(PrewarmCase(op="indexer_logits", key=key, arguments=arguments))
     return (*cases, *_indexer_deep_gemm.cases(shape, device, page_rows, _RATIO))
 
 

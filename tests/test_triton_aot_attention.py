@@ -22,10 +22,11 @@ ARCHS = [90, pytest.param(100, marks=pytest.mark.slow)]
 def check_launch(name: str, args: tuple, kwargs: dict, arch: int) -> None:
     with _triton.recording() as calls:
         ops.spec(name).cuda(*args, **kwargs)
-    (call,) = calls
-    options = {k: v for k, v in call.meta.items() if k in ("num_warps", "num_stages")}
-    compiled = triton.compile(source(call), target=GPUTarget("cuda", arch, 32), options=options)
-    assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_MEMORY
+    assert calls
+    for call in calls:
+        options = {k: v for k, v in call.meta.items() if k in ("num_warps", "num_stages")}
+        compiled = triton.compile(source(call), target=GPUTarget("cuda", arch, 32), options=options)
+        assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_MEMORY
 
 
 def fp8_like(cache: torch.Tensor) -> torch.Tensor:
@@ -36,12 +37,13 @@ def fp8_like(cache: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("entries", ["all", "picked"])
 @pytest.mark.parametrize("fp8", [pytest.param(False, marks=pytest.mark.slow), True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("shape", [pytest.param(nano, marks=pytest.mark.slow), SMALL_FLASH], ids=lambda s: s.name)
-def test_sparse_attention(shape, fp8, entries, arch):
+def test_sparse_attention(shape, deterministic, fp8, entries, arch):
     args, options = contract.example(ops.spec("sparse_attention"), shape, 5, torch.bfloat16)
     if fp8:
         args = (args[0], fp8_like(args[1]), fp8_like(args[2]), *args[3:])
-    check_launch("sparse_attention", args, {**options, "entries": entries}, arch)
+    check_launch("sparse_attention", args, {**options, "entries": entries, "deterministic": deterministic}, arch)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -49,10 +51,11 @@ def test_sparse_attention(shape, fp8, entries, arch):
 @pytest.mark.parametrize("fp8", [pytest.param(False, marks=pytest.mark.slow), True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [pytest.param(nano, marks=pytest.mark.slow), SMALL_FLASH], ids=lambda s: s.name)
-def test_indexer_logits(shape, dtype, fp8, query, arch):
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_indexer_logits(shape, deterministic, dtype, fp8, query, arch):
     args, options = contract.example(ops.spec("indexer_logits"), shape, 5, torch.bfloat16)
     args = (args[0].to(query), args[1], fp8_like(args[2]) if fp8 else args[2], *args[3:])
-    check_launch("indexer_logits", args, {**options, "dtype": dtype}, arch)
+    check_launch("indexer_logits", args, {**options, "dtype": dtype, "deterministic": deterministic}, arch)
 
 
 @pytest.mark.slow

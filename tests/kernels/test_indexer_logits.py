@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsv4 import ops
-from dsv4.ops import _paged, _triton
+from dsv4.ops import _paged, _triton, indexer_logits_kernel
 from dsv4.ops.shapes import Shape, nano, tiny
 
 from ..ops import contract
@@ -17,13 +17,14 @@ SPEC = ops.spec("indexer_logits")
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def options(dtype: torch.dtype) -> dict:
-    return {"ratio": RATIO, "dtype": dtype, "deterministic": True}
+def options(dtype: torch.dtype, *, deterministic: bool = True) -> dict:
+    return {"ratio": RATIO, "dtype": dtype, "deterministic": deterministic}
 
 
-def check(args: list | tuple, dtype: torch.dtype) -> torch.Tensor:
+def check(args: list | tuple, dtype: torch.dtype, *, deterministic: bool = True) -> torch.Tensor:
     """Equal −inf; fp32 sums differ in order only; bf16 scores are equal unless a dot product is next to a boundary."""
-    (want,), (got,) = (outputs(SPEC, f, tuple(args), options(dtype)) for f in (SPEC.reference, SPEC.cuda))
+    keywords = options(dtype, deterministic=deterministic)
+    (want,), (got,) = (outputs(SPEC, f, tuple(args), keywords) for f in (SPEC.reference, SPEC.cuda))
     assert got.dtype == want.dtype and got.shape == want.shape
     seen = want > -torch.inf
     assert torch.equal(got > -torch.inf, seen) and not got.isnan().any()
@@ -38,12 +39,13 @@ def check(args: list | tuple, dtype: torch.dtype) -> torch.Tensor:
     return got
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 33])
 @pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
-def test_matches_reference(shape: Shape, num_tokens: int, dtype: torch.dtype):
+def test_matches_reference(shape: Shape, num_tokens: int, dtype: torch.dtype, deterministic: bool):
     args, _ = contract.example(SPEC, shape, num_tokens, dtype, seed=num_tokens)
-    got = check(args, dtype)
+    got = check(args, dtype, deterministic=deterministic)
     assert num_tokens == 0 or (got > -torch.inf).any()
 
 
@@ -67,13 +69,32 @@ def test_rows_that_share_keys():
             assert torch.equal(SPEC.cuda(*alone, **options(dtype))[0], got[t])
 
 
-def test_deterministic_changes_nothing_and_wider_tables_only_append():
+def tile(args: list | tuple, *, deterministic: bool) -> int:
+    with _triton.recording() as launches:
+        SPEC.cuda(*args, **options(BF16, deterministic=deterministic))
+    return launches[0].meta["entry_block"]
+
+
+def test_deterministic_mode_has_one_tile_and_wider_tables_only_append():
     args = scene(70, seed=3, dtype=BF16)
     whole = SPEC.cuda(*args, **options(BF16))
-    assert torch.equal(SPEC.cuda(*args, **{**options(BF16), "deterministic": False}), whole)
     args[5] = torch.nn.functional.pad(args[5], (0, 30), value=-1)
     wide = SPEC.cuda(*args, **options(BF16))
     assert torch.equal(wide[:, : whole.shape[1]], whole) and (wide[:, whole.shape[1] :] == -torch.inf).all()
+    few = [a[:2] if i in (0, 1, 3, 4) else a for i, a in enumerate(args)]
+    large, small = indexer_logits_kernel.ENTRY_BLOCK, indexer_logits_kernel.SMALL_BLOCK
+    assert tile(args, deterministic=True) == tile(few, deterministic=True) == large
+    assert tile(args, deterministic=False) == large and tile(few, deterministic=False) == small
+    assert tile([few[0].float(), *few[1:]], deterministic=False) == large // 4
+
+
+@pytest.mark.parametrize("num_tokens", [1, 12])
+def test_small_tiles(num_tokens: int):
+    """Absent blocks, pads and poison; the same bits every time."""
+    args = scene(num_tokens, seed=10, dtype=BF16)
+    assert tile(args, deterministic=False) == indexer_logits_kernel.SMALL_BLOCK
+    for dtype in (FP32, BF16):
+        assert torch.equal(check(args, dtype, deterministic=False), check(args, dtype, deterministic=False))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
@@ -112,7 +133,7 @@ def test_refuses_a_strided_cache():
 @pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
 def test_prewarm_cases_select_their_keys(shape: Shape):
     cases = SPEC.prewarm_cases(shape, torch.device("cuda"), 8)
-    assert len({case.key for case in cases}) == len(cases) == (4 if shape.index_dim == 128 else 2)
+    assert len({case.key for case in cases}) == len(cases) == (8 if shape.index_dim == 128 else 4)
     on_cpu = sys.modules["dsv4.ops.indexer_logits"].cuda_cases(shape, torch.device("cpu"), 8)
     for case, twin in zip(cases, on_cpu, strict=True):
         with _triton.recording() as launches:
