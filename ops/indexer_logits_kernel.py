@@ -19,7 +19,7 @@ FEW_ROWS = 64  # up to here every row gets its own programs: there are too few t
 ROWS = 8  # rows that share keys beyond that
 ENTRY_BLOCK = 128
 SMALL_BLOCK = 16  # on an H200, one row of 45 entries: 2.6 us, and 5.5 us with tiles of 128
-SMALL_PROGRAMS = 512  # small tiles up to here; beyond, reading a row's queries for every tile outweighs the idle processors
+SMALL_PROGRAMS = 512  # small tiles up to here; beyond, reading the queries once per tile costs more than it gains
 
 
 @triton.jit
