@@ -25,11 +25,11 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str
 
 def upload_together(arrays: Sequence[np.ndarray], device: torch.device | str) -> list[torch.Tensor]:
     """Tensors of int32 and int64 ``arrays`` on ``device``, side by side in one memory, by a single copy."""
-    dtypes, kind = [_TORCH_DTYPES[array.dtype] for array in arrays], torch.device(device).type
-    if kind == "meta":  # has no memory
-        return [torch.empty(a.shape, dtype=dtype, device=device) for a, dtype in zip(arrays, dtypes, strict=True)]
+    dtypes = [_TORCH_DTYPES[array.dtype] for array in arrays]
     layout = Layout.of([array.shape for array in arrays], dtypes)
-    staged = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=kind == "cuda")
+    staged = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
+    if "meta" in (torch.device(device).type, staged.untyped_storage().device.type):  # the latter under FakeTensorMode
+        return [torch.empty(a.shape, dtype=dtype, device=device) for a, dtype in zip(arrays, dtypes, strict=True)]
     memory = staged.numpy()
     for array, offset in zip(arrays, layout.offsets, strict=True):
         memory[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)

@@ -20,10 +20,10 @@ THIRD_PARTY = {
     "dsv4": {"torch", "numpy", "safetensors", "tokenizers", "rich", "typer"},
 }
 OURS = {"ops": {"ops"}, "compile": {"compile"}, "graphs": {"graphs"}, "dsv4": {"dsv4", "ops"}}
-# The stages of start-up, the device that they run on, and what describes a trace also import compile and graphs.
-MAY_COMPILE = {
-    f"dsv4/{name}.py" for name in ("start_up", "prewarming", "compile_stage", "capture_stage", "hardware", "inspection")
-}
+# The stages of start-up, the device that they run on, what describes a trace, and uploads, which lay tensors out as a
+# graph's static inputs lie, also import compile and graphs.
+_STAGES = ("start_up", "prewarming", "compile_stage", "capture_stage", "hardware", "inspection")
+MAY_COMPILE = {f"dsv4/{name}.py" for name in (*_STAGES, "transfer")}
 PRIVATE_HOME = "compile/inductor.py"
 # Private names that have been stable since 2.0 and have no public spelling: the class of an op for type annotations
 # and isinstance, and the registration of dataclasses that a trace takes apart.
