@@ -60,8 +60,9 @@ def _sigmoid(x):
 
 @triton.jit
 def _divide(a, b, c, d, eps):
-    """Four numbers by their sum plus ``eps``."""
-    factor = 1.0 / (((a + b) + (c + d)) + eps)
+    """Four positive numbers by their sum plus ``eps``, to a few units of the last place."""
+    root = tl.rsqrt(((a + b) + (c + d)) + eps)
+    factor = root * root  # one instruction and a product, where a division first brings its operand into range
     return a * factor, b * factor, c * factor, d * factor
 
 
