@@ -11,12 +11,14 @@ Numerics: online softmax over blocks of 64 list places: fp32 scores ``q . k * sc
 relative to it rounded to q's dtype before they meet the values, fp32 sums. The sink then joins the denominator only.
 lse is the natural log-sum-exp over the keys, without the sink. A row without keys gets out 0 and lse −inf.
 Masked places contribute exactly nothing. ``deterministic``: every row is computed alone, up to its own last block;
-otherwise neighbouring rows of a request share the keys they read (``ops/_attention_tiles.py``).
+otherwise neighbouring rows of a request may share the keys they read (``ops/_attention_tiles.py``), and a row's blocks
+may be divided into parts, each with a running maximum of its own (``ops/_attention_parts_kernel.py``).
 Memory: temporaries stay under ``TEMPORARY_BYTES`` (beyond one row, which must fit).
 Errors: ``ValueError`` for other dtypes, shapes or values of ``entries``.
 Source: sparse attention of the official inference code; online softmax: Milakov and Gimelshein, 2018.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ import torch
 
 from . import _paged
 from ._attention_tiles import KEY_BLOCK, attend_tile, tile_places
+from ._cases import empty_cache
 from ._example_rows import example_rows
 from ._registry import Arguments, PrewarmCase, register
 from .indexer_topk import reference as pick_entries
@@ -35,6 +38,7 @@ TEMPORARY_BYTES = 16 << 20
 _BYTES_PER_KEY_VALUE = 16  # gathered, masked, fp32 and transposed copies of one cache element
 _BYTES_PER_PLACE = 64  # index, page and slot of one place of a key list
 _DTYPES = (torch.float32, torch.bfloat16)
+_RATIO = 4  # of the layers that pick entries
 _ENTRIES = ("none", "all", "picked")
 
 
@@ -248,7 +252,7 @@ def fake(
 def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
     rows = example_rows(shape, num_tokens=num_tokens, device=device, seed=seed)
     g = torch.Generator(device="cpu").manual_seed(seed)
-    ratio, page_rows = 4, BLOCK_TOKENS // 4
+    ratio, page_rows = _RATIO, BLOCK_TOKENS // _RATIO
     q = torch.randn(num_tokens, shape.num_heads, shape.head_dim, generator=g).to(device, dtype)
     window_cache = torch.randn(rows.num_window_pages, WINDOW_PAGE_TOKENS, shape.head_dim, generator=g).to(device, dtype)
     entry_cache = torch.randn(rows.num_blocks, page_rows, shape.head_dim, generator=g).to(device, dtype)
@@ -281,38 +285,47 @@ def cuda(
     scale: float,
     deterministic: bool,
 ) -> None:
-    """One program per row and block of heads. A row never depends on the others: ``deterministic`` changes nothing."""
+    """One program per row and block of heads, so that a row never depends on the others; few rows: several of them."""
     from . import sparse_attention_kernel
 
     _check(q, window_cache, entry_cache, picks, sink, out, lse, window, ratio, entries)
     tables = (positions, row_requests, window_tables, block_tables)
     sparse_attention_kernel.run(
         q, window_cache, entry_cache, picks, sink, *tables, out, lse,
-        window=window, ratio=ratio, entries=entries, scale=scale,
+        window=window, ratio=ratio, entries=entries, scale=scale, deterministic=deterministic,
     )  # fmt: skip
 
 
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
-    """Layers with picks and all other layers, with bf16 and (where the head dimension has the layout) FP8 caches."""
-    from . import sparse_attention_kernel
+    """Layers with picks and all other layers, with bf16 and (where the head dimension has the layout) FP8 caches.
 
-    cases = []
-    for storage in (torch.bfloat16, torch.uint8) if shape.head_dim == _paged.HEAD_DIM else (torch.bfloat16,):
-        for entries in ("picked", "all"):
+    Each as a single walk of the keys, which deterministic mode and many rows take, and divided, which few rows take.
+    """
+    from . import _attention_parts_kernel, sparse_attention_kernel
 
-            def arguments(storage: torch.dtype = storage, entries: str = entries) -> Arguments:
-                args, options = example(shape, num_tokens=2, device=device, dtype=torch.bfloat16, seed=0)
-                if storage == torch.uint8:
-                    sizes = [(c.shape[0], _paged.fp8_page_bytes(*c.shape[1:])) for c in args[1:3]]
-                    packed = [torch.zeros(size, dtype=storage, device=device) for size in sizes]
-                    args = (args[0], *packed, *args[3:])
-                return args, {**options, "entries": entries}
+    cases: dict[tuple[str | int, ...], PrewarmCase] = {}
+    storages = (torch.bfloat16, torch.uint8) if shape.head_dim == _paged.HEAD_DIM else (torch.bfloat16,)
+    for storage, entries, deterministic in itertools.product(storages, ("picked", "all"), (True, False)):
 
-            q = torch.empty(1, shape.num_heads, shape.head_dim, dtype=torch.bfloat16, device="meta")
-            cache = torch.empty(0, dtype=storage, device="meta")
-            key = sparse_attention_kernel.key(q, cache, shape.window, entries == "picked")
-            cases.append(PrewarmCase(op="sparse_attention", key=key, arguments=arguments))
-    return tuple(cases)
+        def arguments(
+            storage: torch.dtype = storage, entries: str = entries, deterministic: bool = deterministic
+        ) -> Arguments:
+            args, options = example(shape, num_tokens=2, device=device, dtype=torch.bfloat16, seed=0)
+            if storage == torch.uint8:
+                sizes = [(c.shape[0], _paged.fp8_page_bytes(*c.shape[1:])) for c in args[1:3]]
+                packed = [torch.zeros(size, dtype=storage, device=device) for size in sizes]
+                args = (args[0], *packed, *args[3:])
+            return args, {**options, "entries": entries, "deterministic": deterministic}
+
+        q = torch.empty(1, shape.num_heads, shape.head_dim, dtype=torch.bfloat16, device="meta")
+        meta = {"dtype": storage, "device": torch.device("meta")}
+        pages = [empty_cache(1, n, shape.head_dim, **meta) for n in (WINDOW_PAGE_TOKENS, BLOCK_TOKENS // _RATIO)]
+        keys = (sparse_attention_kernel.key(q, pages[0], shape.window, entries == "picked"),)
+        if _attention_parts_kernel.serves(q, *pages, deterministic=deterministic):
+            keys = _attention_parts_kernel.keys(q, pages[0], shape.window, entries == "picked")
+        for key in keys:
+            cases.setdefault(key, PrewarmCase(op="sparse_attention", key=key, arguments=arguments))
+    return tuple(cases.values())
 
 
 sparse_attention = register(

@@ -1,14 +1,15 @@
 """Sparse attention, one program per (row, block of heads).
 
 A program walks its own row's list of keys in blocks of 64 places and gathers every block once: a key is also its value.
-Nothing depends on other rows or on the number of rows, so the same kernel serves deterministic mode.
+Nothing depends on other rows or on the number of rows, so this kernel serves deterministic mode; without it, few rows
+go to ``_attention_parts_kernel``.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from . import _paged
+from . import _attention_parts_kernel, _paged
 from ._device import (
     HEAD_DATA,
     HEAD_DIM,
@@ -154,6 +155,7 @@ def run(
     ratio: int,
     entries: str,
     scale: float,
+    deterministic: bool,
 ) -> None:
     """Write every row of ``out`` and ``lse``; the layouts are those of the op."""
     num_rows, heads, dim = q.shape
@@ -170,6 +172,12 @@ def run(
     picked = entries == "picked"
     entry_rows = _paged.page_rows(entry_cache, dim)
     num_entries = 0 if entries == "none" else block_tables.shape[1] * entry_rows
+    if _attention_parts_kernel.serves(q, window_cache, entry_cache, deterministic=deterministic):
+        _attention_parts_kernel.run(
+            q, window_cache, entry_cache, picks, sink, positions, row_requests, window_tables, block_tables, out, lse,
+            window=window, ratio=ratio, num_entries=num_entries, picked=picked, scale=scale,
+        )  # fmt: skip
+        return
     dim_block = max(16, triton.next_power_of_2(dim))
     head_block = HEAD_BLOCK
     # Copies straight into shared memory overlap with the products; converted keys pass through registers instead, and

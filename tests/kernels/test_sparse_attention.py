@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dsv4 import ops
-from dsv4.ops import _paged, _triton
+from dsv4.ops import _attention_parts_kernel, _paged, _triton
 from dsv4.ops.shapes import Shape, nano, tiny
 
 from ..ops import contract
@@ -128,13 +128,77 @@ def test_refusals():
         SPEC.cuda(*args[:9], wide[:, :, 0], args[10], **options)
 
 
+def divided(s: Scene) -> tuple[list[str], tuple[torch.Tensor, torch.Tensor]]:
+    """Kernels that serve the scene outside deterministic mode, and what they give."""
+    args, options = scene_arguments(replace(s, deterministic=False))
+    with _triton.recording() as launches:
+        outputs(SPEC, SPEC.cuda, args, options)
+    out, lse = outputs(SPEC, SPEC.cuda, args, options)
+    return [launch.kernel.fn.__name__ for launch in launches], (out, lse)
+
+
+PARTS = ["_attention_part", "_merge_parts"]
+
+
+@pytest.mark.parametrize("programs", [1, 9, 512])
+@pytest.mark.parametrize("window", [20, 128])
+@pytest.mark.parametrize("entries", ["none", "all", "picked"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_few_rows_divide_their_keys(monkeypatch, fp8, entries, window, programs):
+    """Any number of parts, blocks that mix both lists, pads, empty parts; workspaces hold NaN before."""
+    monkeypatch.setattr(_attention_parts_kernel, "PROGRAMS", programs)
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: torch.full(a, torch.nan, **k))
+    s = scene(9, seed=programs, dtype=torch.bfloat16, dim=512, entries=entries, scale=512**-0.5, window=window)
+    if fp8:
+        s = replace(s, window_cache=packed(s.window_cache), entry_cache=packed(s.entry_cache))
+    kernels, got = divided(s)
+    assert kernels == PARTS
+    want = outputs(SPEC, SPEC.reference, *scene_arguments(replace(s, deterministic=True)))
+    torch.testing.assert_close(got[0], want[0], **BF16)
+    torch.testing.assert_close(got[1], want[1], **FP32)
+    assert (got[0].float() - want[0].float()).norm() <= 2**-8 * want[0].float().norm()
+
+
+def test_parts_without_keys_and_strong_sinks():
+    """Unusable picks, absent pages, rows without any key, sinks that take everything or nothing."""
+    s = scene(12, seed=11, num_picks=90, dtype=torch.bfloat16, dim=64, window=64)
+    s = replace(s, sink=torch.tensor([200.0, -torch.inf, 3000.0]))
+    s.picks[:, 10:] = torch.where(s.picks[:, 10:] % 2 == 0, -1, 2**31 - 1)
+    s.window_tables[0, 3], s.block_tables[1, 0] = -1, -1
+    kernels, got = divided(s)
+    want = outputs(SPEC, SPEC.reference, *scene_arguments(replace(s, deterministic=True)))
+    assert kernels == PARTS
+    torch.testing.assert_close(got[0], want[0], **BF16)
+    torch.testing.assert_close(got[1], want[1], **FP32)
+    none = {name: torch.full_like(getattr(s, name), -1) for name in ("window_tables", "block_tables")}
+    _, (out, lse) = divided(replace(s, **none))
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_what_is_divided():
+    """Few bf16 rows over bf16 pages of a power of two; the number of parts follows from sizes alone."""
+    s = scene(5, seed=12, dtype=torch.bfloat16, dim=64)
+    assert divided(s)[0] == PARTS and divided(s.rows([]))[0] == PARTS
+    many = scene(_attention_parts_kernel.FEW_PROGRAMS + 1, seed=12, dtype=torch.bfloat16, dim=64)
+    fp32 = scene(5, seed=12, dim=64)
+    narrow = scene(5, seed=12, dtype=torch.bfloat16, dim=32)
+    odd_pages = replace(s, window_cache=s.window_cache[:, :12].contiguous())
+    for other in (many, fp32, narrow, odd_pages):
+        assert divided(other)[0] == ["_sparse_attention"]
+    counts = [_attention_parts_kernel.num_parts(rows, 64, 640) for rows in (0, 1, 2, 4, 8)]
+    assert counts == [32, 32, 32, 16, 8]
+    assert _attention_parts_kernel.num_parts(1, 64, 8192 + 128) == _attention_parts_kernel.MOST_PARTS
+    assert _attention_parts_kernel.num_parts(1, 64, 1) == 1
+
+
 @pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
 def test_prewarm_cases_select_their_keys(shape: Shape):
     cases = SPEC.prewarm_cases(shape, torch.device("cuda"), 8)
-    assert len({case.key for case in cases}) == len(cases) == (4 if shape.head_dim == 512 else 2)
+    assert len({case.key for case in cases}) == len(cases) == (9 if shape.head_dim == 512 else 5)
     on_cpu = sys.modules["dsv4.ops.sparse_attention"].cuda_cases(shape, torch.device("cpu"), 8)
     for case, twin in zip(cases, on_cpu, strict=True):
         with _triton.recording() as launches:
             args, options = twin.arguments()
             SPEC.cuda(*args, **options)
-        assert [launch.key for launch in launches] == [case.key]
+        keys = [launch.key for launch in launches]
+        assert case.key in keys and set(keys) <= {case.key for case in cases}
