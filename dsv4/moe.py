@@ -65,4 +65,4 @@ class MoE(Buffers):
             *activation, self.shared_w13, self.shared_w13_scale, self.shared_w2, self.shared_w2_scale,
             limit=self.limit, dtype=e.dtype, deterministic=e.deterministic,
         )  # fmt: skip
-        return (routed + shared).to(e.dtype)
+        return ops.expert_sum(routed, shared, dtype=e.dtype)

@@ -11,6 +11,7 @@ from .embed_streams import embed_streams  # noqa: E402
 from .ep_combine import ep_combine  # noqa: E402
 from .ep_dispatch import ep_dispatch  # noqa: E402
 from .expert_ffn import expert_ffn  # noqa: E402
+from .expert_sum import expert_sum  # noqa: E402
 from .fp8_linear import fp8_linear  # noqa: E402
 from .fp8_linear_decoded import fp8_linear_decoded  # noqa: E402
 from .grouped_o_proj import grouped_o_proj  # noqa: E402

@@ -178,10 +178,10 @@ def test_piece_plan_of_nano():
         """\
 15 pieces, 7 distinct
 9 ops, 3 aten nodes
-18 ops, 5 aten nodes
-23 ops, 6 aten nodes
-19 ops, 5 aten nodes
-23 ops, 6 aten nodes
-19 ops, 5 aten nodes
-13 ops, 3 aten nodes""",
+19 ops, 3 aten nodes
+24 ops, 4 aten nodes
+20 ops, 3 aten nodes
+24 ops, 4 aten nodes
+20 ops, 3 aten nodes
+14 ops, 1 aten nodes""",
     )

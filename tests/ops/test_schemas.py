@@ -47,6 +47,7 @@ dsv4::ep_dispatch(Tensor x, Tensor x_scale, Tensor ids, Tensor weights, Tensor(a
     Tensor(f!) recv_count, *, int num_experts, str group) -> ()
 dsv4::expert_ffn(Tensor x, Tensor x_scale, Tensor ids, Tensor weights, Tensor w13, Tensor w13_scale, Tensor w2,
     Tensor w2_scale, *, float limit, bool deterministic) -> Tensor
+dsv4::expert_sum(Tensor routed, Tensor shared, *, ScalarType dtype) -> Tensor
 dsv4::fp8_linear(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, *, ScalarType dtype,
     bool deterministic) -> Tensor
 dsv4::fp8_linear_decoded(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, *, ScalarType dtype,
