@@ -1,7 +1,7 @@
 """Sum of the routed and the shared experts of every row.
 
-Shapes: routed ``[T, D]`` fp32; shared ``[T, D]`` fp32 or bf16. Returns ``routed + shared`` ``[T, D]`` in ``dtype`` (fp32
-or bf16).
+Shapes: routed ``[T, D]`` fp32; shared ``[T, D]`` fp32 or bf16. Returns ``routed + shared``
+``[T, D]`` in ``dtype`` (fp32 or bf16).
 Numerics: one fp32 addition, rounded once.
 Errors: ``ValueError`` for other dtypes or shapes.
 Source: MoE of the official inference code.

@@ -14,7 +14,7 @@ def test_adds_in_fp32_and_rounds_once():
 
 def test_refusals():
     routed = torch.zeros(2, 4)
-    with pytest.raises(ValueError, match="routed must be float32, .* got torch.bfloat16, torch.float32 and torch.float"):
+    with pytest.raises(ValueError, match="routed must be float32, .* got torch.bfloat16, torch.float32 and torch"):
         ops.expert_sum(routed.bfloat16(), routed, dtype=torch.float32)
     with pytest.raises(ValueError, match="float32 or bfloat16, got torch.float32, torch.float16 and torch.float32"):
         ops.expert_sum(routed, routed.half(), dtype=torch.float32)
