@@ -58,12 +58,20 @@ def _pool(
     exists, row, position, request, begin = _find_window(
         index, starts_ptr, positions_ptr, num_requests, ratio, search_block
     )
-    slot = tl.load(slots_ptr + request, mask=exists, other=-1).to(tl.int64)
+    target = index.to(tl.int64) * dim + (tl.program_id(0) % num_tiles) * tile + tl.arange(0, tile)
+    inside = (tl.program_id(0) % num_tiles) * tile + tl.arange(0, tile) < dim
+    if exists == 0:  # most steps of a decode complete no window
+        nothing = tl.zeros([tile], tl.float32)
+        tl.store(maximum_ptr + target, nothing - float("inf"), mask=inside)
+        tl.store(total_ptr + target, nothing, mask=inside)
+        tl.store(weighted_ptr + target, nothing, mask=inside)
+        return
+    slot = tl.load(slots_ptr + request).to(tl.int64)
 
     number = tl.arange(0, 2**stages)[:, None]  # of the pooled position, oldest first
     age = pooled - 1 - number
     fresh = row - age >= begin
-    here = exists & (number < pooled) & (position >= age) & (channel < dim)
+    here = (number < pooled) & (position >= age) & (channel < dim)
     old = here & (fresh == 0) & (slot >= 0)
     new = here & fresh
     # with overlapping windows the older half pools the first dim channels, the newer half the others
@@ -81,11 +89,9 @@ def _pool(
     weight = tl.exp(score - finite[None, :])
     total = _tree_sum(weight, stages)
     weighted = _tree_sum(weight * value, stages)
-    channel = (tl.program_id(0) % num_tiles) * tile + tl.arange(0, tile)
-    target = index.to(tl.int64) * dim + channel
-    tl.store(maximum_ptr + target, maximum, mask=channel < dim)
-    tl.store(total_ptr + target, total, mask=channel < dim)
-    tl.store(weighted_ptr + target, weighted, mask=channel < dim)
+    tl.store(maximum_ptr + target, maximum, mask=inside)
+    tl.store(total_ptr + target, total, mask=inside)
+    tl.store(weighted_ptr + target, weighted, mask=inside)
 
 
 @triton.jit
