@@ -1,8 +1,8 @@
-"""Products ``x @ weight.T`` of at most 16 rows, which read the weight once and wait for nothing else.
+"""Products ``x @ weight.T`` of few rows, which read the weight once and wait for nothing else.
 
 A decode step has few rows and small matrices: tiles of 64 weight rows that walk all of K leave most of a GPU idle.
 Here a program owns 16 weight rows, and each of its warps a part of K of its own: several parts of one step side by
-side, each a tensor-core product of [16, step] by [step, 8 or 16], added up once at the end. A single row goes to
+side, each a tensor-core product of [16, step] by [step, tokens], added up once at the end. A single row goes to
 ``_one_row_kernel``. The order of a row's sums is then another than that of ``_matmul_tiles``; deterministic products
 therefore stay there.
 """
@@ -16,10 +16,8 @@ from ._aligned import aligned
 from ._runtime import Key
 from ._triton import launch
 
-ROWS = 16  # most rows
+_TOKEN_TILES = {torch.bfloat16: (8, 16, 32), torch.float8_e4m3fn: (8, 16, 32, 64)}  # above: tiles of 64 weight rows
 MOST_OUTS = 16384  # from here on tiles of 64 weight rows fill a GPU several times and read longer lines
-TOKEN_TILES = (8, ROWS)
-_STEP = 128  # values of one part; 128 codes have one scale
 _PARTS = 4  # one a warp
 
 
@@ -114,25 +112,22 @@ def _store(total, out_ptr, first_out, num_tokens, num_outs, outs: tl.constexpr, 
 
 def serves(x: torch.Tensor, weight: torch.Tensor, *, deterministic: bool) -> bool:
     """Whether the product of these tensors, which may be meta tensors, is made here."""
-    if deterministic or x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
+    if deterministic or x.dtype != weight.dtype or x.dtype not in _TOKEN_TILES:
         return False
     if x.shape[0] == 1 and x.dtype == torch.float8_e4m3fn:
         return True
-    return x.shape[0] <= ROWS and weight.shape[0] < MOST_OUTS
-
-
-def token_tile(num_tokens: int) -> int:
-    """Columns of the tensor-core product."""
-    return next(tile for tile in TOKEN_TILES if num_tokens <= tile)
+    return x.shape[0] <= _TOKEN_TILES[x.dtype][-1] and weight.shape[0] < MOST_OUTS
 
 
 def _options(x: torch.Tensor, half: int) -> dict[str, int]:
     """Tile, warps and stages: the fastest of a sweep on an H200."""
-    tokens, bf16 = token_tile(x.shape[0]), x.dtype == torch.bfloat16
-    outs, stages = (tokens, 4) if bf16 else (16, 3)
-    options = {"outs": outs, "tokens": tokens, "parts": _PARTS, "step": _STEP, "num_warps": _PARTS}
-    options |= {"unit": tiles.width_unit(x.shape[1], _PARTS * _STEP), "num_stages": stages}
-    return options if bf16 else options | {"halves": half % _STEP != 0}
+    bf16 = x.dtype == torch.bfloat16
+    tokens = next(tile for tile in _TOKEN_TILES[x.dtype] if x.shape[0] <= tile)
+    step = 64 if bf16 and tokens == 32 else 128  # values of one part; 128 codes have one scale
+    stages = 4 if bf16 else 2 if tokens == 64 else 3
+    options = {"outs": min(tokens, 16) if bf16 else 16, "tokens": tokens, "parts": _PARTS, "step": step}
+    options |= {"unit": tiles.width_unit(x.shape[1], _PARTS * step), "num_warps": _PARTS, "num_stages": stages}
+    return options if bf16 else options | {"halves": half % step != 0}
 
 
 def _key(x: torch.Tensor, dtype: torch.dtype, options: dict[str, int]) -> Key:

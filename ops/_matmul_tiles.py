@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-TOKEN_TILES = (16, 64, 128)
-_SIZES = (16, 256)  # most rows for which the first and the second tile are used
-OUTS = {16: 64, 64: 128, 128: 128}  # weight rows per program of a dense product, by token tile
+TOKEN_TILES = (16, 32, 64, 128)
+_SIZES = (16, 128, 256)  # most rows for which each but the last tile is used
 GROUP = 8  # token tiles that run side by side while they share weight rows in L2
 
 
@@ -24,7 +23,8 @@ def token_tile(num_tokens: int) -> int:
 
 def sample_counts(max_tokens: int) -> tuple[int, ...]:
     """Row counts up to ``max_tokens`` that between them select every kernel and token tile that smaller steps can."""
-    return tuple(n for n in (1, 2, 9, *(size + 1 for size in _SIZES)) if n <= max(max_tokens, 1))
+    few = (1, 2, 9, 17, 33, 65)  # of ``_one_row_kernel`` and ``_few_rows_kernel``, and those after them
+    return tuple(n for n in sorted({*few, *(size + 1 for size in _SIZES)}) if n <= max(max_tokens, 1))
 
 
 def width_unit(width: int, step: int) -> int:
@@ -86,13 +86,9 @@ def dense_tile(num_tokens: int, x: torch.Tensor) -> int:
 def dense_options(tile: int, x: torch.Tensor, weight: torch.Tensor) -> dict[str, int]:
     """Tile sizes, warps and stages of a dense product: K advances 64 elements (one 128-byte swizzle of bf16) a step."""
     if x.dtype == torch.float32:
-        return {"outs": 64, "tokens": tile, "step": 32, "num_warps": 4 if tile == 16 else 8, "num_stages": 2}
-    wide = weight.dtype == torch.float32
-    stages = 4 if tile == 16 else 3
-    return {
-        "outs": OUTS[tile],
-        "tokens": tile,
-        "step": 64,
-        "num_warps": 8 if tile == 128 or (wide and tile == 64) else 4,
-        "num_stages": stages - 1 if wide and tile > 16 else stages,
-    }
+        return {"outs": 64, "tokens": tile, "step": 32, "num_warps": 4 if tile <= 32 else 8, "num_stages": 2}
+    if weight.dtype == torch.float32:
+        outs, warps, stages = {16: (64, 4, 4), 32: (64, 4, 2), 64: (128, 8, 2), 128: (128, 8, 2)}[tile]
+    else:
+        outs, warps, stages = {16: (64, 4, 4), 32: (64, 4, 6), 64: (64, 4, 6), 128: (128, 8, 3)}[tile]
+    return {"outs": outs, "tokens": tile, "step": 64, "num_warps": warps, "num_stages": stages}

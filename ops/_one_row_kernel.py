@@ -64,25 +64,37 @@ def _one_row_fp8(
         row = (first_out + out).to(tl.int32)
         scale_tile = weight_scale_ptr + (tiles.row_block(row, half, block) * blocks)[:, None]
         scale_tile += chunk[None, :] // (block // 16)
-        scale_inside = out_inside[:, None]
     else:
-        scale_tile = weight_scale_ptr + first_out // block * blocks + chunk[None, :] // (block // 16)
-        scale_inside = chunk[None, :] >= 0
+        scale_tile = weight_scale_ptr + first_out // block * blocks + chunk // (block // 16)
+    x_tile = x_ptr + column
     total = tl.zeros((outs, chunks), tl.float32)
     for start in range(0, width, span):
+        # Nothing but loads first, and pointers that are ready: otherwise the assembler puts some off until their values
+        # are needed, and the loop waits for memory twice
         if unit == span:
-            weight = tl.load(weight_tile + start, mask=out_inside[:, None], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptr + start + column)
+            x_scale = tl.load(x_scale_tile)
+            x = tl.load(x_tile)
+            weight = tl.load(weight_tile, mask=out_inside[:, None], other=0.0, eviction_policy="evict_first")
         else:
             inside = column < width - start
             mask = out_inside[:, None] & inside[None, :]
-            weight = tl.load(weight_tile + start, mask=mask, other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptr + start + column, mask=inside, other=0.0)
-        known = chunk * 16 < width - start
-        x_scale = tl.load(x_scale_tile + start // block, mask=known, other=0.0)
-        weight_scale = tl.load(scale_tile + start // block, mask=scale_inside & known[None, :], other=0.0)
+            x_scale = tl.load(x_scale_tile, mask=chunk * 16 < width - start, other=0.0)
+            x = tl.load(x_tile, mask=inside, other=0.0)
+            weight = tl.load(weight_tile, mask=mask, other=0.0, eviction_policy="evict_first")
+        if halves:
+            mask = out_inside[:, None] & (chunk * 16 < width - start)[None, :]
+            scale = tl.load(scale_tile, mask=mask, other=0.0) * x_scale[None, :]
+        elif unit == span:
+            scale = (tl.load(scale_tile) * x_scale)[None, :]
+        else:
+            mask = chunk * 16 < width - start
+            scale = (tl.load(scale_tile, mask=mask, other=0.0) * x_scale)[None, :]
         product = weight.to(tl.float32) * x.to(tl.float32)[None, :]
-        total += tl.sum(tl.reshape(product, (outs, chunks, 16)), axis=2) * (weight_scale * x_scale[None, :])
+        total += tl.sum(tl.reshape(product, (outs, chunks, 16)), axis=2) * scale
+        x_tile += span
+        weight_tile += span
+        x_scale_tile += span // block
+        scale_tile += span // block
     tl.store(out_ptr + first_out + out, tl.sum(total, axis=1).to(out_ptr.dtype.element_ty), mask=out_inside)
 
 

@@ -79,8 +79,8 @@ def _weave(tile, rows: tl.constexpr, step: tl.constexpr):
 
 def _options(x: torch.Tensor, weight: torch.Tensor, half: int, deterministic: bool) -> dict[str, int]:
     tile = tiles.token_tile(x.shape[0])
-    # The order of the columns is that of the sums, and the large tiles are faster without weaving
-    options = tiles.fp8_options(tile) | {"woven": tile == tiles.TOKEN_TILES[0] and not deterministic}
+    # The order of the columns is that of the sums, and the largest tile is faster without weaving
+    options = tiles.fp8_options(tile) | {"woven": tile < tiles.TOKEN_TILES[-1] and not deterministic}
     units = {"unit": tiles.width_unit(x.shape[1], options["step"]), "out_unit": tiles.width_unit(weight.shape[0], 16)}
     return units | {"halves": half % options["step"] != 0} | options
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _few_rows_kernel as few_rows, _matmul_tiles as tiles
+from . import _matmul_tiles as tiles
 from ._aligned import aligned
 from ._triton import dtype_key, launch
 
@@ -170,9 +170,12 @@ def _few_rows(
     tl.store(target, result, mask=(out < rank - first_out)[:, None] & (token < num_tokens)[None, :])
 
 
+FEW_ROWS = 16  # most rows of the kernel of that name
+
+
 def _kind(o: torch.Tensor, weight: torch.Tensor, deterministic: bool) -> str:
     """Which of the three kernels serves; the first of them needs pairs that start at even columns."""
-    few = o.shape[0] <= few_rows.ROWS and not deterministic and o.dtype == weight.dtype == torch.bfloat16
+    few = o.shape[0] <= FEW_ROWS and not deterministic and o.dtype == weight.dtype == torch.bfloat16
     if not few:
         return "grouped_o_proj"
     return "one_row_o_proj" if o.shape[0] == 1 and o.shape[2] % 2 == 0 else "few_rows_o_proj"
@@ -185,10 +188,12 @@ def _options(kind: str, o: torch.Tensor, rope_dim: int, weight: torch.Tensor) ->
         return sizes | {"outs": 8, "span": 1024, "num_warps": 4}
     turn = max(triton.next_power_of_2(rope_dim), 16)
     if kind == "few_rows_o_proj":
-        tokens = few_rows.token_tile(o.shape[0])
+        tokens = 8 if o.shape[0] <= 8 else FEW_ROWS
         tile = {"outs": 2 * tokens, "tokens": tokens, "parts": 4, "step": 64, "turn": turn}
         return sizes | tile | {"num_warps": 4, "num_stages": 3}
     options = tiles.dense_options(tiles.dense_tile(o.shape[0], o), o, weight)
+    if options["tokens"] == 64 and o.dtype == weight.dtype == torch.bfloat16:
+        options |= {"outs": 128, "num_stages": 3}  # all groups at once are programs enough
     return sizes | options | {"turn": min(turn, options["step"])}
 
 

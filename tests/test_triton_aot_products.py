@@ -44,7 +44,7 @@ def compiled(call: _triton.Launch, arch: int):
 def test_flash(arch):
     """Products of several rows run on the tensor cores, and all of them load 16 bytes at a time."""
     seen = launches(flash)
-    assert len(seen) < 40
+    assert len(seen) < 50
     for key, call in seen.items():
         kernel = compiled(call, arch)
         assert kernel.asm["cubin"]

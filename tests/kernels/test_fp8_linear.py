@@ -35,14 +35,15 @@ def test_matches_reference(shape, num_tokens, dtype):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize(
-    "num_tokens, width, num_outs", [(1, 5, 3), (1, 4112, 10), (17, 144, 130), (257, 200, 9), (300, 384, 272)]
+    "num_tokens, width, num_outs",
+    [(1, 5, 3), (1, 4112, 10), (65, 144, 130), (129, 272, 5), (257, 200, 9), (300, 384, 272)],
 )
 def test_odd_sizes(num_tokens, width, num_outs, dtype):
     compare(SPEC, make(num_tokens, width, num_outs), {"dtype": dtype, "deterministic": False}, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 3, 9, 40])
+@pytest.mark.parametrize("num_tokens", [1, 3, 9, 40, 70])
 @pytest.mark.parametrize("half", [40, 128, 200])
 def test_stacked_halves_have_their_own_blocks(half, num_tokens, deterministic):
     x, x_scale, weight, scale = make(num_tokens, 256, 2 * half, 2 * -(-half // 128))
@@ -53,7 +54,7 @@ def test_stacked_halves_have_their_own_blocks(half, num_tokens, deterministic):
     torch.testing.assert_close(out, _formats.dequantize_fp8(x, x_scale) @ weights.t(), **TOLERANCE[FP32])
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 9, 16])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 9, 16, 31, 64])
 @pytest.mark.parametrize("width, num_outs", [(512, 64), (1024, 40), (640, 16), (100, 3), (1536, 129), (8192, 9)])
 def test_few_rows(num_tokens, width, num_outs):
     """Widths with and without a rest of a step, scales that are no powers of two, ends within a tile."""
@@ -89,7 +90,7 @@ def test_every_code():
     codes = torch.arange(256, dtype=torch.uint8).view(FP8)
     weight = torch.zeros(256, 16, dtype=FP8)
     weight[:, 3] = codes
-    for num_tokens in (1, 2, 9, 17):
+    for num_tokens in (1, 2, 9, 17, 65, 257):
         x = torch.zeros(num_tokens, 16, dtype=FP8)
         x[:, 3] = 1.0
         x_scale, weight_scale = torch.ones(num_tokens, 1), torch.ones(2, 1)
@@ -106,7 +107,7 @@ def test_wrong_number_of_scale_rows():
 @pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
 def test_prewarm_covers_every_step(shape):
     keys = prewarm.enumerated(SPEC, shape, 300)
-    for count in (1, 2, 8, 9, 16, 17, 64, 256, 257, 300):
+    for count in (1, 2, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 300):
         for width in (shape.hidden, shape.q_lora_rank, shape.o_groups * shape.o_lora_rank):
             for deterministic in (False, True):
                 keywords = {"dtype": BF16, "deterministic": deterministic}
@@ -120,7 +121,7 @@ def test_prewarm_covers_every_matrix_of_flash(max_tokens):
     keys = prewarm.enumerated(SPEC, flash, max_tokens)
     needed = set()
     for size in importlib.import_module("dsv4.ops.fp8_linear").matrices(flash):
-        for count in (1, 2, 8, 9, 16, 17, 300)[: 1 if max_tokens == 1 else 5 if max_tokens == 16 else 7]:
+        for count in (n for n in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 300) if n <= max_tokens):
             x, weight = (torch.empty(n, size[1], dtype=FP8, device="meta") for n in (count, size[0]))
             needed |= {fp8_linear_kernel.key(x, weight, BF16, deterministic=d) for d in (False, True)}
     assert needed <= keys and len({key[0] for key in needed}) == (2 if max_tokens == 1 else 3)

@@ -45,6 +45,7 @@ def test_matches_reference(shape, num_tokens, dtype):
     [
         (7, 6, 40, 16, 3, 10),
         (20, 3, 40, 40, 1, 70),
+        (150, 2, 40, 16, 2, 24),
         (300, 2, 192, 64, 2, 24),
         (5, 2, 100, 80, 1, 16),
         (4, 2, 6, 2, 2, 3),
@@ -108,7 +109,9 @@ def test_wrong_number_of_positions():
 @pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
 def test_prewarm_covers_every_step(shape):
     keys = prewarm.enumerated(SPEC, shape, 300)
-    for count, deterministic in itertools.product((1, 2, 8, 9, 16, 17, 64, 256, 257, 300), (False, True)):
+    for count, deterministic in itertools.product(
+        (1, 2, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 300), (False, True)
+    ):
         args, keywords = contract.example(SPEC, shape, count, BF16)
         assert prewarm.launched(SPEC, args, keywords | {"deterministic": deterministic}) <= keys
     assert prewarm.enumerated(SPEC, shape, 16) < keys

@@ -34,13 +34,15 @@ def test_matches_reference(shape, num_tokens, dtype):
 @pytest.mark.parametrize("result", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("weight_dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("x_dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("num_tokens, width, num_outs", [(1, 5, 3), (17, 80, 130), (257, 72, 9), (300, 128, 200)])
+@pytest.mark.parametrize(
+    "num_tokens, width, num_outs", [(1, 5, 3), (33, 80, 130), (129, 40, 7), (257, 72, 9), (300, 128, 200)]
+)
 def test_dtypes_and_odd_sizes(num_tokens, width, num_outs, x_dtype, weight_dtype, result):
     args = make(num_tokens, width, num_outs, x_dtype, weight_dtype)
     compare(SPEC, args, {"dtype": result, "deterministic": False}, **TOLERANCE[result])
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 9, 16])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 9, 16, 32])
 @pytest.mark.parametrize("width, num_outs", [(256, 64), (512, 40), (320, 16), (100, 3), (768, 129), (4096, 9)])
 def test_few_rows(num_tokens, width, num_outs):
     """Widths with and without a rest of a step, and ends within a tile."""
@@ -93,7 +95,7 @@ def test_non_contiguous():
 @pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
 def test_prewarm_covers_every_step(shape):
     keys = prewarm.enumerated(SPEC, shape, 300)
-    for count in (1, 2, 8, 9, 16, 17, 64, 256, 257, 300):
+    for count in (1, 2, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 300):
         for kind, deterministic in itertools.product((FP32, BF16), (False, True)):
             for num_outs in (shape.num_experts, shape.vocab) if kind == FP32 else (shape.index_heads, shape.hidden):
                 args = make(count, shape.hidden, num_outs, BF16, BF16)
