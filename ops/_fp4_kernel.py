@@ -42,6 +42,34 @@ _NIBBLES = tl.constexpr(
     """
 )
 
+# Four bytes to four fp16, the low nibbles or the high ones: the upper byte of each first, sign to bit 7, exponent and
+# mantissa to bits 3 … 1, all four at once; then two of them to a register. That is the value times 2^-14.
+_LOW_NIBBLES = tl.constexpr(
+    """
+    {
+    .reg .b32 a, b;
+    shl.b32 a, $2, 4;
+    shl.b32 b, $2, 1;
+    and.b32 b, b, 0x0E0E0E0E;
+    lop3.b32 a, a, 0x80808080, b, 0xEA;
+    prmt.b32 $0, a, 0, 0x1404;
+    prmt.b32 $1, a, 0, 0x3424;
+    }
+    """
+)
+_HIGH_NIBBLES = tl.constexpr(
+    """
+    {
+    .reg .b32 a, b;
+    shr.b32 b, $2, 3;
+    and.b32 b, b, 0x0E0E0E0E;
+    lop3.b32 a, $2, 0x80808080, b, 0xEA;
+    prmt.b32 $0, a, 0, 0x1404;
+    prmt.b32 $1, a, 0, 0x3424;
+    }
+    """
+)
+
 
 @triton.jit
 def e8m0(code):
@@ -64,3 +92,12 @@ def e2m1(words, scale):
     spread = tl.reshape(tl.broadcast_to(scale[:, :, None], [rows, n // 8, 8]), [rows, n])
     kinds: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
     return tl.inline_asm_elementwise(_NIBBLES, "=r,=r,=r,=r,r,r", [words, spread], dtype=kinds, is_pure=True, pack=2)
+
+
+@triton.jit
+def e2m1_fp16(codes):
+    """Two fp16 tiles, of the low nibbles and the high ones, of FP4 ``codes`` (bytes): the value times 2^-14, exact.
+    Two pieces of assembly, because Triton moves only one of a single result to where it is used."""
+    low = tl.inline_asm_elementwise(_LOW_NIBBLES, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+    high = tl.inline_asm_elementwise(_HIGH_NIBBLES, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+    return low, high
