@@ -166,33 +166,50 @@ def _by_deep_gemm(weight: torch.dtype, hidden: int, inner: int) -> bool:
 def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[PrewarmCase, ...]:
     """FP4, FP8 and bf16 experts with bf16 models' activations, in blocks of every size.
 
-    Calls have one expert: the number of experts is a run-time argument. Not so for DeepGEMM, which is warmed for models
-    whose experts are FP8 only: its calls need room for all experts.
+    The number of experts is a run-time argument: calls have as few as make the average expert have few enough pairs.
+    Not so for DeepGEMM, which is warmed for models whose experts are FP8 only: its calls need room for all experts.
     """
     from . import _expert_blocks_kernel, expert_ffn_kernel
 
     cases: dict[Key, PrewarmCase] = {}
+    topk, sizes = shape.experts_per_token, (shape.hidden, shape.expert_hidden)
     for dtype in (_experts.FP4, _experts.FP8, torch.bfloat16):
-        if _by_deep_gemm(dtype, shape.hidden, shape.expert_hidden):
+        if _by_deep_gemm(dtype, *sizes):
             if shape.expert_dtype == "fp8":
                 cases |= _deep_gemm_cases(shape, device, max_tokens)
             continue
-        topk = shape.experts_per_token
-        for num_tokens, deterministic in ((1, False), (1, True), (64 // topk + 1, False)):
+        for num_tokens, experts, deterministic in _calls(dtype, topk):
 
             def arguments(
-                dtype: torch.dtype = dtype, num_tokens: int = num_tokens, deterministic: bool = deterministic
+                dtype: torch.dtype = dtype,
+                num_tokens: int = num_tokens,
+                experts: int = experts,
+                deterministic: bool = deterministic,
             ) -> Arguments:
                 keywords = {"limit": shape.swiglu_limit, "deterministic": deterministic}
-                return _blank(shape, dtype, num_tokens, device), keywords
+                return _blank(shape, dtype, num_tokens, experts, device), keywords
 
             x = torch.empty(0, dtype=_experts.FP8 if dtype != torch.bfloat16 else dtype, device="meta")
             weight = torch.empty(0, dtype=dtype, device="meta")
-            pairs = expert_ffn_kernel.block_m(num_tokens * topk, 1, dtype, deterministic, device)
-            keys = expert_ffn_kernel.keys(x, weight, shape.hidden, shape.expert_hidden, topk, pairs)
-            for key in (*_expert_blocks_kernel.keys(pairs), *keys.values()):
+            pairs = expert_ffn_kernel.block_m(num_tokens, topk, experts, dtype, deterministic, device)
+            keys = list(expert_ffn_kernel.keys(x, weight, *sizes, topk, pairs).values())
+            if pairs:
+                keys += _expert_blocks_kernel.keys(pairs)
+            for key in keys:
                 cases.setdefault(key, PrewarmCase(op="expert_ffn", key=key, arguments=arguments))
     return tuple(cases.values())
+
+
+def _calls(dtype: torch.dtype, topk: int) -> list[tuple[int, int, bool]]:
+    """Numbers of rows and of experts, and ``deterministic``, that reach every size of blocks: average experts of at
+    most 16, at most 64 and more pairs, and for FP4 also of so few that every pair is alone."""
+    calls = [(1, 1, False), (1, 1, True), (64 // topk + 1, 1, False)]
+    if dtype == _experts.FP4:
+        from .expert_ffn_few_kernel import MOST_ROWS
+
+        rows = max(MOST_ROWS, 16 // topk) + 1
+        calls += [(rows, -(-rows * topk // most), False) for most in (16, 64)]
+    return calls
 
 
 def _deep_gemm_cases(shape: Shape, device: torch.device, max_tokens: int) -> dict[Key, PrewarmCase]:
@@ -212,8 +229,10 @@ def _deep_gemm_cases(shape: Shape, device: torch.device, max_tokens: int) -> dic
     return cases
 
 
-def _blank(shape: Shape, dtype: torch.dtype, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Rows and one expert with weights of ``dtype``, all zero."""
+def _blank(
+    shape: Shape, dtype: torch.dtype, num_tokens: int, experts: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Rows of the first expert, and ``experts`` with weights of ``dtype``, all zero."""
     hidden, inner, topk = shape.hidden, shape.expert_hidden, shape.experts_per_token
     ids = torch.zeros(num_tokens, topk, dtype=torch.int32, device=device)
     scaled = dtype in (_experts.FP4, _experts.FP8)
@@ -225,8 +244,8 @@ def _blank(shape: Shape, dtype: torch.dtype, num_tokens: int, device: torch.devi
             sizes = (lead * rows, cols // 2), (lead * rows, cols // FP4_BLOCK)
         else:
             sizes = (lead * rows, cols), (lead * -(-rows // WEIGHT_BLOCK), -(-cols // WEIGHT_BLOCK))
-        weights.append(torch.zeros(1, *sizes[0], dtype=dtype, device=device))
-        scale = torch.zeros(1, *sizes[1], dtype=dtype if dtype == _experts.FP4 else torch.float32, device=device)
+        weights.append(torch.zeros(experts, *sizes[0], dtype=dtype, device=device))
+        scale = torch.zeros(experts, *sizes[1], dtype=dtype if dtype == _experts.FP4 else torch.float32, device=device)
         weights.append(scale if scaled else torch.empty(0, device=device))
     return (x, x_scale, ids, torch.ones(ids.shape, device=device), *weights)
 

@@ -12,6 +12,8 @@ few pairs. FP4 is read in words of 16 bits, that is four neighbouring columns. I
 nibbles are multiplied apart, by rows whose columns 0, 4, 8 … lie before their columns 1, 5, 9 … and so on ("split"
 rows). Expanded rows and the activation are written that way for FP4 weights.
 
+FP4 with few pairs for the number of experts is multiplied pair by pair (``expert_ffn_few_kernel``).
+
 Every element of a tile is its own sum, in an order fixed by the constants, whatever the pairs around it hold.
 """
 
@@ -21,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _expert_blocks_kernel
+from . import _expert_blocks_kernel, expert_ffn_few_kernel
 from ._fp4_kernel import e2m1, e8m0, spoil
 from ._runtime import Key
 from ._triton import dtype_key, launch
@@ -279,10 +281,15 @@ def _tensor_memory(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
-def block_m(pairs: int, experts: int, weight: torch.dtype, deterministic: bool, device: torch.device) -> int:
-    """Pairs per block: few where the average expert has few. Where it has many, FP4 takes more: every block decodes
-    its weights again. One constant for ``deterministic``, so that a row's result does not hang on two programs summing
-    alike."""
+def block_m(
+    tokens: int, topk: int, experts: int, weight: torch.dtype, deterministic: bool, device: torch.device
+) -> int:
+    """Pairs per block, 0 if every pair is alone: few where the average expert has few. Where it has many, FP4 takes
+    more: every block decodes its weights again. One constant for ``deterministic``, so that a row's result does not
+    hang on two programs summing alike."""
+    pairs = tokens * topk
+    if expert_ffn_few_kernel.serves(tokens, pairs, experts, weight, deterministic):
+        return 0
     small, middle, large = 16, 64, 64
     if weight == torch.uint8:
         middle, large = (32, 32) if _tensor_memory(device) else (64, 128)
@@ -309,12 +316,12 @@ def _tile(rows: int, cols: int, fmt: str, pairs: int) -> dict[str, int | str]:
 def keys(x: torch.Tensor, weight: torch.Tensor, hidden: int, inner: int, topk: int, pairs: int) -> dict[str, Key]:
     """What the launches are specialised on: dtypes of ``x`` and ``weight``, sizes, and ``pairs`` per block."""
     fmt, dtypes = _format(x, weight), dtype_key(x, weight)
+    total = {"sum": ("expert_ffn", "sum", "float32" if x.dtype == torch.float32 else "bfloat16", hidden, topk)}
+    if not pairs:
+        return expert_ffn_few_kernel.keys(hidden, inner, topk) | total
     expand = {"expand": ("expert_ffn", "expand", fmt, hidden, topk)} if fmt in ("fp4", "fp8") else {}
-    return expand | {
-        "gate_up": ("expert_ffn", "gate_up", *dtypes, hidden, inner, topk, pairs),
-        "down": ("expert_ffn", "down", *dtypes, hidden, inner, pairs),
-        "sum": ("expert_ffn", "sum", "float32" if x.dtype == torch.float32 else "bfloat16", hidden, topk),
-    }
+    gate_up = ("expert_ffn", "gate_up", *dtypes, hidden, inner, topk, pairs)
+    return expand | total | {"gate_up": gate_up, "down": ("expert_ffn", "down", *dtypes, hidden, inner, pairs)}
 
 
 def run(
@@ -331,20 +338,43 @@ def run(
     deterministic: bool,
 ) -> None:
     """Write the result of ``expert_ffn`` to ``out [T, D]`` fp32."""
-    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+    x, x_scale, ids, weights = x.contiguous(), x_scale.contiguous(), ids.contiguous(), weights.contiguous()
     w13, w13_scale, w2, w2_scale = (t.contiguous() for t in (w13, w13_scale, w2, w2_scale))
     (tokens, topk), experts, hidden = ids.shape, w13.shape[0], out.shape[1]
+    pairs = block_m(tokens, topk, experts, w13.dtype, deterministic, x.device)
+    key = keys(x, w13, hidden, w13.shape[1] // 2, topk, pairs)
+    arguments = (x, x_scale, ids, weights, w13, w13_scale, w2, w2_scale, limit)
+    parts = _grouped(*arguments, key, pairs) if pairs else expert_ffn_few_kernel.pair_results(*arguments)
+    block = min(triton.next_power_of_2(hidden), _COLUMNS)
+    launch(
+        key["sum"], _sum_parts, (tokens, triton.cdiv(hidden, block)), parts, ids, out, experts,
+        hidden=hidden, topk=topk, block=block, num_warps=4,
+    )  # fmt: skip
+
+
+def _grouped(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    limit: float,
+    key: dict[str, Key],
+    pairs: int,
+) -> torch.Tensor:
+    """What is summed, ``[T * K, D]``, in blocks of ``pairs`` pairs; not written for ids that are none."""
+    (tokens, topk), experts, hidden = ids.shape, w13.shape[0], w2.shape[1]
     inner = w13.shape[1] // 2
-    pairs = block_m(ids.numel(), experts, w13.dtype, deterministic, x.device)
-    key = keys(x, w13, hidden, inner, topk, pairs)
     act, fmt = torch.float32 if x.dtype == torch.float32 else torch.bfloat16, _format(x, w13)
     slots, owner = _expert_blocks_kernel.run(ids, experts, pairs)
     if "expand" in key:
         block = min(triton.next_power_of_2(hidden), _COLUMNS)
         expanded = torch.empty(x.shape, dtype=act, device=x.device)
         launch(
-            key["expand"], _expand, (tokens, triton.cdiv(hidden, block)),
-            x, x_scale.contiguous(), ids, expanded, experts,
+            key["expand"], _expand, (tokens, triton.cdiv(hidden, block)), x, x_scale, ids, expanded, experts,
             cols=hidden, topk=topk, split=w13.dtype == torch.uint8, block=block, num_warps=2,
         )  # fmt: skip
         x = expanded
@@ -365,8 +395,4 @@ def run(
         hidden_rows, w2, w2_scale, slots, owner, parts,
         hidden=hidden, inner=inner, **tile,
     )  # fmt: skip
-    block = min(triton.next_power_of_2(hidden), _COLUMNS)
-    launch(
-        key["sum"], _sum_parts, (tokens, triton.cdiv(hidden, block)), parts, ids, out, experts,
-        hidden=hidden, topk=topk, block=block, num_warps=4,
-    )  # fmt: skip
+    return parts

@@ -18,6 +18,7 @@ SMALL_FLASH = replace(flash, num_experts=8, vocab=1024)  # widths decide what is
 SPECS = [s for s in ops.specs().values() if s.cuda is not None and s.name != "pcp_moe_shard"]  # launches other ops
 _POINTERS = {
     torch.float32: "*fp32",
+    torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.uint8: "*u8",

@@ -19,11 +19,11 @@ SMALL_FLASH = replace(flash, hidden=512, expert_hidden=256)  # the tiles and for
 UNALIGNED = ("ids_ptr", "route_ptr", "scale_ptr")
 
 
-def launches(shape):
+def launches(shape, device="cpu"):
     """One launch of every key of the prewarm cases."""
-    spec, cpu = ops.spec("expert_ffn"), torch.device("cpu")
+    spec = ops.spec("expert_ffn")
     found = {}
-    for case in importlib.import_module("dsv4.ops.expert_ffn").cuda_cases(shape, cpu, 64):
+    for case in importlib.import_module("dsv4.ops.expert_ffn").cuda_cases(shape, torch.device(device), 64):
         args, kwargs = case.arguments()
         with _triton.recording() as calls:
             spec.cuda(*args, **kwargs)
@@ -52,6 +52,19 @@ def test_compiles(arch, monkeypatch):
             assert ("wgmma.mma_async" if arch == 90 else "tcgen05.mma") in compiled.asm["ptx"], key
             assert "cp.async" in compiled.asm["ptx"] and ".ftz" not in compiled.asm["ptx"], key
             assert compiled.metadata.shared <= (100 if "uint8" in key and key[-1] < 128 else 220) * 1024, key
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_decoded_weights_of_few_rows_stay_in_registers(arch):
+    """Weights come to shared memory on their own, and nothing but a few scales is written there between products."""
+    products = {key: call for key, call in launches(flash, "meta").items() if key[1] in ("few_gate_up", "few_down")}
+    assert len(products) == 2
+    for key, call in products.items():
+        compiled = compile_for(call, arch)
+        between = compiled.asm["ptx"].split("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")
+        assert len(between) > 16 and "cp.async" in between[0], key
+        assert sum(part.count("st.shared") for part in between[1:-1]) <= 8, key
+        assert compiled.metadata.shared <= 48 * 1024 and ".ftz" not in compiled.asm["ptx"], key
 
 
 @pytest.mark.parametrize("arch", [90, 100])

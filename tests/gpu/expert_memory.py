@@ -35,18 +35,27 @@ def random_rows(shape: Shape, num_tokens: int, device: torch.device) -> tuple[to
 def workspace_bytes(shape: Shape, num_tokens: int) -> int:
     """Result and workspaces of one call with FP4 experts, from its documentation: nothing grows with the weights but
     one slot block per expert and the counters."""
-    pairs, experts = num_tokens * shape.experts_per_token, shape.num_experts
-    block = expert_ffn_kernel.block_m(pairs, experts, torch.uint8, False, CUDA)
-    blocks = _expert_blocks_kernel.num_blocks(pairs, experts, block)
-    parts = (
+    topk, experts, inner = shape.experts_per_token, shape.num_experts, shape.expert_hidden
+    pairs, block = num_tokens * topk, expert_ffn_kernel.block_m(num_tokens, topk, experts, torch.uint8, False, CUDA)
+    parts = [
         4 * num_tokens * shape.hidden,  # result
-        2 * num_tokens * shape.hidden,  # rows expanded to bf16
+        2 * num_tokens * shape.hidden,  # rows expanded to 16 bits
         2 * pairs * shape.hidden,  # parts of the pairs
-        2 * blocks * block * shape.expert_hidden,  # activations
-        4 * blocks * block,  # slots
-        4 * blocks,  # their experts
-        4 * experts,  # counters
-    )
+    ]
+    if block:
+        blocks = _expert_blocks_kernel.num_blocks(pairs, experts, block)
+        parts += [
+            2 * blocks * block * inner,  # activations
+            4 * blocks * block,  # slots
+            4 * blocks,  # their experts
+            4 * experts,  # counters
+        ]
+    else:
+        parts += [
+            4 * pairs * inner,  # gate and up
+            2 * pairs * inner,  # activations
+            4 * pairs * -(-inner // 128),  # their scales
+        ]
     return sum(part + (REMAINDER if part >= REMAINDER else ALLOCATION) for part in parts)
 
 
