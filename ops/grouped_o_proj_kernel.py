@@ -14,6 +14,8 @@ from . import _matmul_tiles as tiles
 from ._aligned import aligned
 from ._triton import dtype_key, launch
 
+FEW_ROWS = 16  # most rows of the kernel of that name
+
 
 @triton.jit(do_not_specialize=["num_tokens", "num_positions", "groups"])
 def _grouped_o_proj(
@@ -170,11 +172,8 @@ def _few_rows(
     tl.store(target, result, mask=(out < rank - first_out)[:, None] & (token < num_tokens)[None, :])
 
 
-FEW_ROWS = 16  # most rows of the kernel of that name
-
-
 def _kind(o: torch.Tensor, weight: torch.Tensor, deterministic: bool) -> str:
-    """Which of the three kernels serves; the first of them needs pairs that start at even columns."""
+    """Which of the three kernels serves; that of one row needs pairs that start at even columns."""
     few = o.shape[0] <= FEW_ROWS and not deterministic and o.dtype == weight.dtype == torch.bfloat16
     if not few:
         return "grouped_o_proj"
