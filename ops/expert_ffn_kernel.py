@@ -302,14 +302,17 @@ def block_m(
 def _tile(rows: int, cols: int, fmt: str, pairs: int) -> dict[str, int | str]:
     """Constants of a product with ``[rows, cols]`` weights, for blocks of ``pairs`` pairs."""
     block_n = min(max(triton.next_power_of_2(rows), 16), 32 if fmt == "fp32" else 128)
+    stages = 2 if fmt == "fp32" else 3
     if fmt == "fp4":  # words of four columns; the matrix instruction takes 16 at least
         width = cols // 4
         block_k = next((size for size in (32, 16) if width % size == 0), 16)
+        if pairs == 64 and width % 256 == 0:  # longer lines instead of more of them; there is no room for both
+            block_k, stages = 64, 2
     else:
         width, block_k = cols, {"fp8": 128, "bf16": 64, "fp32": 32}[fmt]
     return {
         "fmt": fmt, "block_m": pairs, "block_n": block_n, "block_k": block_k, "steps": triton.cdiv(width, block_k),
-        "num_warps": 4 if pairs == 16 or fmt == "fp32" else 8, "num_stages": 2 if fmt == "fp32" else 3,
+        "num_warps": 4 if pairs == 16 or fmt == "fp32" else 8, "num_stages": stages,
     }  # fmt: skip
 
 
@@ -366,8 +369,7 @@ def _grouped(
     pairs: int,
 ) -> torch.Tensor:
     """What is summed, ``[T * K, D]``, in blocks of ``pairs`` pairs; not written for ids that are none."""
-    (tokens, topk), experts, hidden = ids.shape, w13.shape[0], w2.shape[1]
-    inner = w13.shape[1] // 2
+    (tokens, topk), experts, hidden, inner = ids.shape, w13.shape[0], w2.shape[1], w13.shape[1] // 2
     act, fmt = torch.float32 if x.dtype == torch.float32 else torch.bfloat16, _format(x, w13)
     slots, owner = _expert_blocks_kernel.run(ids, experts, pairs)
     if "expand" in key:

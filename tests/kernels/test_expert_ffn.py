@@ -125,6 +125,19 @@ def test_matches_reference(kind, num_tokens, deterministic):
     assert not got[empty].any()
 
 
+@pytest.mark.slow
+def test_long_lines_of_fp4(monkeypatch):
+    """Sizes whose blocks of 64 pairs take 256 columns a step, a NaN scale among them."""
+    monkeypatch.setitem(SIZES, "fp4", (1024, 1024))
+    args, kwargs = make("fp4", 7, seed=8, num_experts=4, topk=2)
+    args[5][1, 3, 17] = 255
+    got = SPEC.cuda(*args, **kwargs, deterministic=True)
+    want = SPEC.reference(*args, **kwargs, deterministic=True)
+    spoilt = want.isnan()
+    assert spoilt.any() and not spoilt.all() and torch.equal(got.isnan(), spoilt)
+    assert moe.relative_rms(got[~spoilt], want[~spoilt]) < BOUND["fp4"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("shape", "num_tokens"),
