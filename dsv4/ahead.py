@@ -114,12 +114,13 @@ def _segment(request: Request, start: int) -> Segment | None:
 
 
 def _same_row(ahead: Segment, planned: Segment) -> bool:
-    """A window page released meanwhile (−1) lies before the window of the row: it makes no difference."""
+    """Neither a window page released meanwhile (−1), which lies before the row's window, nor a page added behind the
+    row's own makes a difference."""
     return (
         len(planned.token_ids) == 1
         and (ahead.start, ahead.state_slot) == (planned.start, planned.state_slot)
         and tuple(planned.logit_offsets) == ahead.logit_offsets
-        and tuple(planned.blocks) == ahead.blocks
-        and len(planned.window_pages) == len(ahead.window_pages)
+        and tuple(planned.blocks[: len(ahead.blocks)]) == ahead.blocks
+        and len(planned.window_pages) >= len(ahead.window_pages)
         and all(now in (page, -1) for page, now in zip(ahead.window_pages, planned.window_pages))
     )

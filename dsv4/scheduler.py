@@ -126,6 +126,7 @@ class Scheduler:
                 self._plan_chunk(request, preempted)
         if not preempted:  # what was just taken away must not be handed straight back
             self._admit()
+            self._allocate_early()
         assert self._entries or not self.has_work
         return StepPlan(entries=tuple(self._entries.values()), preempted=tuple(preempted))
 
@@ -277,6 +278,15 @@ class Scheduler:
         if missing > self.window_pages.num_free:
             self.prefix.reclaim_window_pages(missing - self.window_pages.num_free)
         request.window_page_ids += self.window_pages.allocate(max(0, missing))
+
+    def _allocate_early(self) -> None:
+        """Give decoding requests the page of their next row one step before it, so that the step can be launched ahead;
+        only from plenty, where nobody could miss the page."""
+        for entry in self._entries.values():
+            end = entry.start + len(entry.token_ids) + 1
+            plenty = min(self.blocks.num_free, self.window_pages.num_free) > 2 * self.max_requests
+            if plenty and entry.logit_offsets and not entry.num_drafts and end <= self.max_length:
+                self._allocate(entry.request, end)
 
     def _preempt(self, request: Request) -> None:
         self._entries.pop(request.id, None)

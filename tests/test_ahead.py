@@ -78,7 +78,10 @@ class Served:
         fresh = build_inputs(segments, vocab_size=2048, max_blocks=engine.runner.max_blocks)
         rows = [prepared.requests.index(entry.request) for entry in plan.entries]
         for name in ("token_ids", "positions", "window_slots", "seq_lens", "block_tables", "state_slots"):
-            assert torch.equal(getattr(prepared.inputs, name)[rows], getattr(fresh, name)), name
+            built, wanted = getattr(prepared.inputs, name)[rows], getattr(fresh, name)
+            if name == "block_tables":  # a page for the row after this one may have come since
+                wanted = torch.where(built < 0, built, wanted)
+            assert torch.equal(built, wanted), name
 
 
 @pytest.mark.parametrize(
@@ -114,6 +117,19 @@ def test_streams_of_a_snapshot_are_not_overwritten(nano_model, golden):
     assert found[0] == found[1]
 
 
+def test_pages_come_early_enough(nano_model, golden):
+    """A row that begins a window page (128) is launched ahead too; one that begins a page nobody could spare is not."""
+    prompt = (recorded_texts(golden)[0].prompt * 40)[:120]
+    for num_blocks, missed in ((8, 0), (1, 1)):
+        engine = make_engine(nano_model, max_requests=1, max_seq_len=256, num_blocks=num_blocks, prefix_reuse=False)
+        engine.loop.launches_ahead, run, alone = True, engine.runner.run, []
+        engine.runner.run = lambda segments, *, ready=None, **pads: (
+            alone.append(ready is None), run(segments, ready=ready, **pads)
+        )[1]  # fmt: skip
+        engine.generate([prompt], greedy(20))
+        assert len(alone) == 20 and sum(alone) == 1 + missed  # the prompt, and the step behind the boundary
+
+
 def requests(count: int) -> tuple[list, list]:
     made = [SimpleNamespace(number=n) for n in range(count)]
     segments = [
@@ -138,8 +154,9 @@ def test_other_plans_do_not_match():
     assert ahead.rows_of(plan_of(one, three), [planned[0], planned[2]]) == [0, 2]  # the second has ended
     assert ahead.outputs_of([0, 2])[0].tolist() == [[0.0, 1.0], [4.0, 5.0]] and ahead.outputs_of([2])[1].item() == 2
     assert ahead.rows_of(plan_of(two), [replace(segments[1], window_pages=(-1, 3))]) == [1]  # a page left the window
+    assert ahead.rows_of(plan_of(two), [replace(segments[1], blocks=(1, 5), window_pages=(2, 3, 9))]) == [1]
     for change in (
-        {"start": 142}, {"blocks": (1, 5)}, {"window_pages": (2, 4)}, {"window_pages": (2,)}, {"state_slot": 3},
+        {"start": 142}, {"blocks": (5,)}, {"window_pages": (2, 4)}, {"window_pages": (2,)}, {"state_slot": 3},
         {"logit_offsets": ()}, {"token_ids": [7, 7]},
     ):  # fmt: skip
         assert ahead.rows_of(plan_of(two), [replace(segments[1], **change)]) is None, change
