@@ -106,7 +106,8 @@ def _product(
         even = tl.reshape(tl.permute(tl.reshape(even, [2, 4, 4, 4, 8]), (0, 2, 1, 3, 4)), [128, 8])
         odd = tl.reshape(tl.permute(tl.reshape(odd, [2, 4, 4, 4, 8]), (0, 2, 1, 3, 4)), [128, 8])
         low_nibbles, high_nibbles = e2m1_fp16(weight)
-        total += tl.dot(high_nibbles, odd, tl.dot(low_nibbles, even)) * scale
+        total += tl.dot(low_nibbles, even) * scale  # two chains of matrix instructions, each half as long
+        total += tl.dot(high_nibbles, odd) * scale
         w_tile += 128
         x_tile += 256
     result = _poison(tl.sum(total, axis=1) * _UNIT, s_ptr, row, rows, groups)
