@@ -12,7 +12,7 @@ relative to it rounded to q's dtype before they meet the values, fp32 sums. The 
 lse is the natural log-sum-exp over the keys, without the sink. A row without keys gets out 0 and lse −inf.
 Masked places contribute exactly nothing. ``deterministic``: every row is computed alone, up to its own last block;
 otherwise neighbouring rows of a request may share the keys they read (``ops/_attention_tiles.py``), and a row's blocks
-may be divided into parts, each with a running maximum of its own (``ops/_attention_parts_kernel.py``).
+may be divided among programs (``ops/_attention_parts_kernel.py``). Rounding is the same in all forms.
 Memory: temporaries stay under ``TEMPORARY_BYTES`` (beyond one row, which must fit).
 Errors: ``ValueError`` for other dtypes, shapes or values of ``entries``.
 Source: sparse attention of the official inference code; online softmax: Milakov and Gimelshein, 2018.

@@ -137,7 +137,7 @@ def divided(s: Scene) -> tuple[list[str], tuple[torch.Tensor, torch.Tensor]]:
     return [launch.kernel.fn.__name__ for launch in launches], (out, lse)
 
 
-PARTS = ["_attention_part", "_merge_parts"]
+PARTS = ["_attention_scores", "_attention_part", "_merge_parts"]
 
 
 @pytest.mark.parametrize("programs", [1, 9, 512])
@@ -156,7 +156,8 @@ def test_few_rows_divide_their_keys(monkeypatch, fp8, entries, window, programs)
     want = outputs(SPEC, SPEC.reference, *scene_arguments(replace(s, deterministic=True)))
     torch.testing.assert_close(got[0], want[0], **BF16)
     torch.testing.assert_close(got[1], want[1], **FP32)
-    assert (got[0].float() - want[0].float()).norm() <= 2**-8 * want[0].float().norm()
+    # A probability rounded relative to another maximum would move the result by 2^-9; see the module.
+    assert (got[0].float() - want[0].float()).norm() <= 2**-11 * want[0].float().norm()
 
 
 def test_parts_without_keys_and_strong_sinks():
@@ -194,7 +195,7 @@ def test_what_is_divided():
 @pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
 def test_prewarm_cases_select_their_keys(shape: Shape):
     cases = SPEC.prewarm_cases(shape, torch.device("cuda"), 8)
-    assert len({case.key for case in cases}) == len(cases) == (9 if shape.head_dim == 512 else 5)
+    assert len({case.key for case in cases}) == len(cases) == (13 if shape.head_dim == 512 else 7)
     on_cpu = sys.modules["dsv4.ops.sparse_attention"].cuda_cases(shape, torch.device("cpu"), 8)
     for case, twin in zip(cases, on_cpu, strict=True):
         with _triton.recording() as launches:
