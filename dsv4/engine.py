@@ -173,9 +173,17 @@ class Engine:
         settings = replace(settings, num_blocks=started.caches.num_blocks)
         engine = cls(model.config, settings, runner, tokenizer, timings, started)
         if started.hardware is not None:
-            rehearse(engine.loop, started)
+            with started.stage("rehearse"):
+                engine.rehearse()
             started.ready_at = time.time()
         return engine
+
+    def rehearse(self) -> None:
+        """Serve a few requests that nobody asked for and forget them, reusable prefixes and counts of paths included:
+        the last stage of start-up on a GPU. After it a request meets nothing for the first time."""
+        number = self._num_requests
+        rehearse(self.generate, self.loop, self.started, texts=self.tokenizer is not None)
+        self._num_requests = number
 
     def close(self) -> None:
         """Free graphs, pools and caches. The model stays usable; this engine does not. May be called twice."""

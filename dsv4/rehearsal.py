@@ -5,39 +5,39 @@ loads when they are first launched (sampling, drafting, copies), the first launc
 device, pinned memory, and Python's own caches.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from .sampling import SamplingParams
 from .start_up import StartUp
 from .step_loop import StepLoop
-from .step_plan import Request
 
 _NEW_TOKENS = 4
 
 
-def rehearse(loop: StepLoop, started: StartUp) -> None:
-    """Replay every graph, serve requests on an idle loop, and forget them; seconds go to stage ``rehearse``.
+def rehearse(generate: Callable[..., Any], loop: StepLoop, started: StartUp, *, texts: bool) -> None:
+    """Replay every graph and serve requests on an idle loop through its engine's ``generate``, and forget them.
 
-    First one request alone; then, where so many may run, a greedy one, a sampled one and one that its first token ends
-    together. Their prompts take two chunks, and four tokens follow, where sequences may be so long; shorter ones get
-    what fits. Counts of paths start from zero afterwards.
+    First one request alone, with ``texts`` one that comes as text; then, where so many may run, a greedy one, a sampled
+    one and one that its first token ends together. Their prompts take two chunks, and four tokens follow, where
+    sequences may be so long; shorter ones get what fits. Counts of paths start from zero afterwards.
     """
-    with started.stage("rehearse"):
-        settings = loop.settings
-        longest = loop.scheduler.max_length
-        new_tokens = min(_NEW_TOKENS, longest - 1)
-        prompt = [0] * max(1, min(settings.chunk_tokens + 1, longest - new_tokens - settings.draft_tokens))
-        greedy = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-        sampled = replace(greedy, temperature=0.7, top_p=0.9, seed=1)
-        stopped = replace(greedy, stop_token_ids=tuple(range(loop.config.vocab_size)))
-        for step in started.captured.values():
-            step.replay_pads()
-        for together in ((greedy,), (greedy, sampled, stopped)):
-            for number, params in enumerate(together):
-                loop.add(Request(id=f"rehearsal {number}", prompt_ids=prompt, params=params))
-            while loop.has_work:
-                loop.step()
-            loop.reset()
+    settings, longest = loop.settings, loop.scheduler.max_length
+    new_tokens = min(_NEW_TOKENS, longest - 1)
+    prompt = [0] * max(1, min(settings.chunk_tokens + 1, longest - new_tokens - settings.draft_tokens))
+    greedy = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    sampled = replace(greedy, temperature=0.7, top_p=0.9, seed=1)
+    stopped = replace(greedy, stop_token_ids=tuple(range(loop.config.vocab_size)))
+    for step in started.captured.values():
+        step.replay_pads()
+    for prompts, params in (
+        ([prompt], [greedy]),
+        (["a"] if texts else [], [greedy] if texts else []),
+        ([prompt] * 3, [greedy, sampled, stopped]),
+    ):
+        generate(prompts, params)
+        loop.reset()
     for step in started.captured.values():
         step.path_counts.clear()
         step.last_path = None

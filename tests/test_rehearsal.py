@@ -25,9 +25,9 @@ def test_it_runs_last_and_is_forgotten(tiny, monkeypatch, graph_mode, sizes):
     replay = CpuGraph.replay
     monkeypatch.setattr(CpuGraph, "replay", lambda graph: (replayed.add(graph), replay(graph))[1])
 
-    def watched(loop, started):
+    def watched(generate, loop, started, **options):
         before = loop.runner.num_inputs
-        rehearse(loop, started)
+        rehearse(generate, loop, started, **options)
         graphs = [graph for step in started.captured.values() for tape in step._tapes.values() for graph in tape.graphs]
         assert set(graphs) <= replayed and bool(graphs) == (graph_mode == "full")  # no first launch is left
         seen.append((loop.runner.num_inputs - before, loop.has_work, started.ready_at))
@@ -42,7 +42,8 @@ def test_it_runs_last_and_is_forgotten(tiny, monkeypatch, graph_mode, sizes):
     prompt = [prompts(1)[0][:3]]
     done = engine.generate(prompt, greedy(3))[0]
     assert (
-        done.cached_tokens == 0
+        done.request_id == "r1"
+        and done.cached_tokens == 0
         and done.token_ids == Engine.from_model(tiny, settings_of()).generate(prompt, greedy(3))[0].token_ids
     )
 

@@ -219,8 +219,8 @@ POINTS: dict[str, Point] = {
         bar=0, sense="==", needs=("rms_norm", "prewarm"),
     ),
     "first_request": Point(
-        question="First request after ready over the tenth, in processes that nothing else disturbs and whose device "
-                 "and core were kept busy for half a second before: median of 3, worst path?",
+        question="First request over the tenth, right after the last stage of start-up, in processes that nothing else "
+                 "disturbs and whose device and core were kept busy for half a second before: median of 3, worst path?",
         rule="first_over_tenth", bar=1.2, needs=paths(REQUEST_PATHS, ("first_s", "tenth_s", "awake_s")),
     ),
     # ---- inputs that broke other implementations
