@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import _runtime
+from . import _runtime, _triton_launchers
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def launch(key: _runtime.Key, kernel: Any, grid: tuple[int, ...], *args: Any, **
     if _runtime.is_warm(key):
         kernel[grid](*args, **meta)
         return
-    with _runtime.first_launch(key):  # Triton would compile once in every thread that comes before the first is done
+    # Triton would compile once in every thread that comes before the first is done
+    with _runtime.first_launch(key), _triton_launchers.loading():
         kernel[grid](*args, **meta)
 
 
