@@ -272,10 +272,9 @@ def serves(q: torch.Tensor, window_cache: torch.Tensor, entry_cache: torch.Tenso
 def keys(q: torch.Tensor, cache: torch.Tensor, window: int, picked: bool) -> tuple[Key, Key, Key]:
     """What the three launches are specialised on."""
     heads, dim = q.shape[1:]
-    scores, part = (
-        (f"sparse_attention_{name}", heads, dim, window, int(picked), *dtype_key(q, cache)) for name in ("scores", "part")
-    )
-    return scores, part, ("sparse_attention_merge", heads, dim, *dtype_key(q))
+    sizes = (heads, dim, window, int(picked), *dtype_key(q, cache))
+    merge = ("sparse_attention_merge", heads, dim, *dtype_key(q))
+    return ("sparse_attention_scores", *sizes), ("sparse_attention_part", *sizes), merge
 
 
 def run(
