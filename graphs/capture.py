@@ -356,6 +356,8 @@ class CapturedStep:
         self._free()
 
     def _free(self) -> None:
+        if self._tapes:
+            self._graphs.settle()  # a replay may still run
         for tape in self._tapes.values():
             tape.reset()
         self._tapes.clear()
