@@ -266,7 +266,9 @@ class Engine:
         """Run until all prompts are done; yields those that ended, by prompt, after admission and after every step."""
         if isinstance(prompts, str):
             raise ValueError(f"prompts must be a list of prompts, got one text: {prompts!r}")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if not isinstance(each, Sequence) or not all(isinstance(own, SamplingParams) for own in each):
+            raise ValueError(f"params must be SamplingParams, or one per prompt, got {params!r}")
         if len(each) != len(prompts):
             raise ValueError(f"params must have one entry per prompt, {len(prompts)}, got {len(each)}")
         if self._closed:

@@ -13,6 +13,7 @@ import hashlib
 import math
 import secrets
 import struct
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -168,4 +169,4 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

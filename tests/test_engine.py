@@ -317,3 +317,10 @@ def test_evaluation_between_batches(nano_model, golden):
     with pytest.raises(RuntimeError, match="runner must be left alone while prompts are being served"):
         next(stream)
     assert tokens_of(engine.generate([prompt], greedy(2))) == [cold[0].token_ids]
+
+
+@pytest.mark.parametrize("params", [None, {"temperature": 1}, [5], 7], ids=repr)
+def test_params_of_another_type_are_refused(nano_model, params):
+    engine = make_engine(nano_model)
+    with pytest.raises(ValueError, match="params must be SamplingParams, or one per prompt, got"):
+        engine.generate([[5, 6]], params)

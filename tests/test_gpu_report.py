@@ -69,8 +69,9 @@ def samples_of(name: str) -> dict[str, Any]:
 def report() -> dict[str, Any]:
     points = {name: joining.entry(name, samples_of(name), [], 1.0, ["section"]) for name in POINTS}
     return {
-        "gpu": "GPU", "torch": "2", "triton": "3", "commit": 40 * "a", "clean_tree": True, "started": "now",
-        "seconds": 1.0, "kernels": ["kernel"], "warm_keys": [["op", 1]], "points": points,
+        "gpu": "NVIDIA GPU", "torch": "2", "triton": "3", "commit": 40 * "a", "clean_tree": True,
+        "started": "2026-01-01T00:00:00+00:00", "seconds": points["whole_run_s"]["value"], "kernels": ["kernel"],
+        "warm_keys": [["op", 1]], "sections": {}, "details": {}, "points": points,
     }  # fmt: skip
 
 
@@ -170,6 +171,31 @@ def test_tampering_is_found(report, tampering):
     tampering(report)
     found = problems(report, {})
     assert any(text.startswith(TAMPERINGS[tampering]) for text in found), found
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("gpu", "none (dry run)"), ("started", "yesterday"), ("started", None), ("seconds", -1), ("sections", None),
+        ("details", 7), ("kernels", 5),
+    ],
+)  # fmt: skip
+def test_a_wrong_description_is_found(report, key, value):
+    report[key] = value
+    assert any(text.startswith((f"{key}: must be", f"{key}: must name")) for text in problems(report, {}))
+
+
+@pytest.mark.parametrize("key, value", [("seconds", "x"), ("seconds", -1), ("command", "make test")])
+def test_a_wrong_description_of_a_point_is_found(report, key, value):
+    report["points"]["poison"][key] = value
+    assert any(text.startswith(f"poison: {key} must be") for text in problems(report, {}))
+
+
+def test_the_readme_counts_as_the_report_does():
+    points = json.loads(REPORT.read_text())["points"]
+    passed = sum(point["pass"] for point in points.values())
+    text = " ".join((REPORT.parent.parent / "README.md").read_text().split())
+    assert f"{passed} of the {len(points)} points of [bench/h200_check.json]" in text
 
 
 @pytest.mark.parametrize("key", TOP_KEYS)

@@ -46,6 +46,12 @@ def test_parameters_are_frozen_and_seeded_on_demand():
         sample(random_logits(1, 0), [params], [0])
 
 
+@pytest.mark.parametrize("field", ["temperature", "top_p"])
+def test_numbers_beyond_floats_are_refused(field):
+    with pytest.raises(ValueError, match=f"{field} must be"):
+        SamplingParams(**{field: 10**400})
+
+
 def test_greedy_takes_the_smallest_id_of_a_tie():
     logits = random_logits(3, 1)
     logits[1, [50, 7, 20]] = 99.0

@@ -4,6 +4,7 @@ Nothing heavy is imported here: a run starts its processes, and a process its ch
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import logging
@@ -45,10 +46,22 @@ def main() -> int:
 def _run(arguments: argparse.Namespace) -> int:
     from .report import run_all
 
+    if not arguments.dry and not _reaches_gpu():
+        print("a run must be on a machine whose driver finds a GPU, got none; --dry shows that the code runs")
+        return 2
     described = arguments.described or _described()
     cache = arguments.out.resolve() / "caches"
     report = run_all(Place(arguments.dry, cache=cache), arguments.out.resolve(), described, arguments.only)
     return 0 if all(one["pass"] for one in report["points"].values()) else 1
+
+
+def _reaches_gpu() -> bool:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
 def _described() -> str:

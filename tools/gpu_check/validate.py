@@ -1,6 +1,7 @@
 """Recomputes a report from its raw samples: every value and pass, the points that must exist, and the clean tree."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,9 @@ def problems(report: dict[str, Any], missed: dict[str, dict[str, Any]]) -> list[
     if not isinstance(report.get("commit"), str) or len(report["commit"]) != 40:
         found.append(f"commit: must be 40 hex digits, got {report.get('commit')!r}")
     for key in ("kernels", "warm_keys"):
-        if not report.get(key):
+        if not isinstance(report.get(key), list) or not report[key]:
             found.append(f"{key}: must name at least one, got {report.get(key)!r}")
+    found += _description_problems(report)
     points = report.get("points", {})
     found += [f"{name}: not a known point" for name in points if name not in POINTS]
     for name in POINTS:
@@ -65,6 +67,24 @@ def problems(report: dict[str, Any], missed: dict[str, dict[str, Any]]) -> list[
     return found
 
 
+def _description_problems(report: dict[str, Any]) -> list[str]:
+    """Where, when and how long: what no sample says."""
+    found = []
+    if not str(report.get("gpu", "")).startswith("NVIDIA"):
+        found.append(f"gpu: must be the name of an NVIDIA GPU, got {report.get('gpu')!r}")
+    try:
+        datetime.fromisoformat(report.get("started"))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        found.append(f"started: must be a time, got {report.get('started')!r}")
+    whole = report.get("points", {}).get("whole_run_s", {}).get("value")
+    if report.get("seconds") != whole:
+        found.append(f"seconds: must be the value of whole_run_s, {whole!r}, got {report.get('seconds')!r}")
+    for key in ("sections", "details"):
+        if not isinstance(report.get(key), dict):
+            found.append(f"{key}: must be an object, got {report.get(key)!r}")
+    return found
+
+
 def _point_problems(name: str, entry: dict[str, Any] | None, stated: dict[str, Any] | None) -> list[str]:
     unmeasured = stated is not None and stated.get("value") is None
     if entry is None:
@@ -73,6 +93,10 @@ def _point_problems(name: str, entry: dict[str, Any] | None, stated: dict[str, A
     if lacking:
         return lacking
     point, found = POINTS[name], []
+    if not isinstance(entry["seconds"], int | float) or entry["seconds"] < 0:
+        found.append(f"seconds must be a number from 0, got {entry['seconds']!r}")
+    if not str(entry["command"]).startswith("tools/gpu_check.sh "):
+        found.append(f"command must be one of tools/gpu_check.sh, got {entry['command']!r}")
     if unmeasured and entry["question"] != point.question:
         return []
     for key in ("question", "bar", "sense"):
