@@ -62,7 +62,8 @@ class AheadStep:
             return None
         known = [s for s in segments if s is not None]
         inputs = runner.inputs(known)
-        rows = [list(ends).index(request.id) for request in going_on]
+        sampled = {request_id: row for row, request_id in enumerate(ends)}  # an entry has one logit row
+        rows = [sampled[request.id] for request in going_on]
         inputs.token_ids.copy_(_rows(tokens, rows), non_blocking=True)
         return cls(going_on, known, inputs, runner.run(known, ready=inputs) if launch else None)
 
