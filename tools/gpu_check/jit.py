@@ -36,7 +36,8 @@ def sweep(place: Place, record: Record, run: str) -> None:
         settings = settings_of(
             place, mode, backend, numerics="official", max_seq_len=budget + 256, max_requests=max(DECODE_ROWS),
             num_blocks=300, token_budget=budget, cache_storage="fp8", prefix_reuse=False, draft_tokens=1,
-            expert_weights="fp8" if run == "flash.full.libraries" else "fp4",  # DeepGEMM's grouped products too
+            # DeepGEMM's grouped products too
+            expert_weights="fp8" if (width, backend) == ("flash", "libraries") else "fp4",
         )  # fmt: skip
         engine = random_engine(place, config, settings, mode)
         with JitMonitor(libraries=jit_libraries(), counters=counters) as monitor:

@@ -18,7 +18,6 @@ Sense = Literal["<=", ">=", "=="]
 _HOLDS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
 WIDTHS = ("flash", "pro")
-GRAPH_MODES = ("full", "piecewise")
 # First token counts of the split buckets of 132 multiprocessors, at hidden 4,096 and 7,168 (65 only at the latter).
 BUCKET_STARTS = (
     1, 65, 129, 193, 257, 321, 385, 449, 513, 577, 641, 705, 769, 833, 897, 1025, 1153, 1409, 1665, 2113, 2817, 4225,
@@ -35,7 +34,6 @@ REPLAY_KINDS = (
     *("step/prefill", "step/decode", "step/mixed", "step/verify"),
     *("draft/prefill", "draft/decode", "draft/mixed"),
 )
-DETERMINISTIC_RUNS = ("exact.full", "official.full", "official.piecewise", "official.full.libraries")
 
 
 def paths(*parts: Iterable[object]) -> tuple[str, ...]:
@@ -89,10 +87,10 @@ OFFICIAL_KINDS = {
     "index_score": ("relative RMS of index scores", 0.03),
     "picks_changed": ("mean share of changed picks", 0.003),
 }
+SWEEPS = tuple(map(".".join, product(WIDTHS, ("full", "piecewise"), BACKENDS)))
 _SWEEP = tuple(
-    f"{width}.{mode}.{backend}/{kind}/{rows}"
-    for width, mode, backend in product(WIDTHS, GRAPH_MODES, BACKENDS)
-    if backend == "triton" or mode == "full"
+    f"{run}/{kind}/{rows}"
+    for run in SWEEPS
     for kind in ("prefill", "unpadded", "draft", "decode")
     for rows in (DECODE_ROWS if kind == "decode" else SWEEP_ROWS)
 )
@@ -141,7 +139,7 @@ POINTS: dict[str, Point] = {
     ),
     "replay_equals_unpadded": Point(
         question="Deterministic: how many replays differ in a bit from the unpadded eager call?",
-        rule="total", bar=0, sense="==", needs=paths(DETERMINISTIC_RUNS, REPLAY_KINDS),
+        rule="total", bar=0, sense="==", needs=paths(REPLAY_RUNS, REPLAY_KINDS),
     ),
     "batch_independence": Point(
         question="Deterministic, 64 rows alone and in 65, 129, 4,225, eager and through graphs: how many differ?",

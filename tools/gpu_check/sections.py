@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from . import suites
 from .place import BACKENDS, Place
-from .points import DETERMINISTIC_RUNS, GRAPH_MODES, OFFICIAL_KINDS, REPLAY_RUNS, WIDTHS
+from .points import OFFICIAL_KINDS, REPLAY_RUNS, SWEEPS, WIDTHS
 
 Stage = Literal["first", "alone", "together", "last"]
 
@@ -93,13 +93,10 @@ def _all() -> dict[str, Section]:
         }
     for run in REPLAY_RUNS:
         made[f"replay.{run}"] = _replay(run, ("replay_equals_padded", "replay_buckets"))
-    for run in DETERMINISTIC_RUNS:
         made[f"replay.{run}.deterministic"] = _replay(f"{run}.deterministic", ("replay_equals_unpadded",))
-    for width, mode, backend in product(WIDTHS, GRAPH_MODES, BACKENDS):
-        if backend == "triton" or mode == "full":
-            run = f"{width}.{mode}.{backend}"
-            points = ("zero_compilations", "zero_loads")
-            made[f"sweep.{run}"] = Section("jit.sweep", points, arguments={"run": run})
+    for run in SWEEPS:
+        points = ("zero_compilations", "zero_loads")
+        made[f"sweep.{run}"] = Section("jit.sweep", points, arguments={"run": run})
     small = ("ops", "case_C8", "ops_layouts", "ops_poisoned")
     for backend, part in (("triton", "0/3"), ("triton", "1/3"), ("triton", "2/3"), ("libraries", "0/1")):
         made[f"ops.{backend}.{part[0]}"] = Section(
@@ -138,19 +135,23 @@ GROUPS: dict[tuple[str, ...], float] = {
     ("suite.deep_gemm",): 80,
     ("official.libraries", "batches.libraries"): 85,
     ("suite.capture",): 75,
+    ("replay.official.piecewise.libraries.deterministic",): 75,
     ("rows_32768.libraries", "replay.official.piecewise.libraries"): 75,
     ("mhc_compilations",): 70,
     ("sweep.flash.full.libraries",): 66,
+    ("sweep.flash.piecewise.libraries",): 65,
     ("processes",): 62,
     ("replay.exact.piecewise", "layers_43"): 62,
     ("replay.official.piecewise", "replay.official.piecewise.deterministic"): 59,
     ("indexer.libraries", "replay.official.full.libraries", "replay.official.full.libraries.deterministic"): 53,
     ("sweep.pro.full.libraries",): 52,
+    ("sweep.pro.piecewise.libraries",): 52,
     ("ops.libraries.0",): 50,
     ("ops.triton.1",): 48,
     ("ops.triton.2",): 46,
     ("public_cases",): 44,
     ("sweep.pro.piecewise.triton",): 41,
+    ("replay.exact.piecewise.deterministic",): 45,
     ("suite.experts",): 40,
     ("replay.official.full", "replay.official.full.deterministic"): 37,
     ("suite.rest",): 36,
