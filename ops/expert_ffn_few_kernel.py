@@ -93,7 +93,8 @@ def _product(
         even = tl.load(x_tile, mask=x_mask, other=0.0)
         odd = tl.load(x_tile + 64, mask=x_mask, other=0.0)
         # 2^(code - 127), also the subnormal 2^-127; 255 gives infinity, see _poison
-        scale = tl.maximum(codes.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True) * row_scale
+        scale = tl.maximum(codes.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
+        factor = row_scale  # applied first, by itself: the product of both may pass 2^128 where no sum does
         following = step * 8 + 8 + group  # scales are read a step ahead: nothing waits for them
         more = step + 1 < steps
         s_tile += 8
@@ -106,8 +107,8 @@ def _product(
         even = tl.reshape(tl.permute(tl.reshape(even, [2, 4, 4, 4, 8]), (0, 2, 1, 3, 4)), [128, 8])
         odd = tl.reshape(tl.permute(tl.reshape(odd, [2, 4, 4, 4, 8]), (0, 2, 1, 3, 4)), [128, 8])
         low_nibbles, high_nibbles = e2m1_fp16(weight)
-        total += tl.dot(low_nibbles, even) * scale  # two chains of matrix instructions, each half as long
-        total += tl.dot(high_nibbles, odd) * scale
+        total += tl.dot(low_nibbles, even) * factor * scale  # two chains of matrix instructions, each half as long
+        total += tl.dot(high_nibbles, odd) * factor * scale
         w_tile += 128
         x_tile += 256
     result = _poison(tl.sum(total, axis=1) * _UNIT, s_ptr, row, rows, groups)

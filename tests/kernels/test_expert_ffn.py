@@ -195,6 +195,20 @@ def test_extreme_scales_and_nan(num_tokens, deterministic):
     assert want[1:].isfinite().all() and moe.relative_rms(got[1:], want[1:]) < BOUND["fp4"]
 
 
+@pytest.mark.parametrize(("num_tokens", "deterministic"), [(7, True), (3, False)])
+def test_scales_whose_product_overflows(num_tokens, deterministic):
+    """A row's scale times a weight's passes 2^128 where the sums, some of them zero, do not."""
+    args, kwargs = make("fp4", num_tokens, seed=9)
+    x, x_scale, ids, _, w13, w13_scale, *_ = args
+    x[:, :128], x_scale[:, 0] = 0.0, 2.0**40
+    x[:, 0] = 2.0**-9
+    w13[:, ::2, 0], w13_scale[:, ::2, 0] = torch.tensor([0x01, 0x09, 0x00]).repeat(32).to(torch.uint8), 127 + 93
+    ids[:] = torch.arange(3, dtype=torch.int32)
+    got = SPEC.cuda(*args, **kwargs, deterministic=deterministic)
+    want = SPEC.reference(*args, **kwargs, deterministic=True)
+    assert want.isfinite().all() and want.any() and moe.relative_rms(got, want) < BOUND["fp4"]
+
+
 @pytest.mark.parametrize("pairs_per_block", [16, 64, 128])
 @pytest.mark.parametrize("num_tokens", [1, 33, 700])
 def test_blocks(num_tokens, pairs_per_block):
