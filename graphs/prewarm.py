@@ -25,7 +25,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,6 @@ from .warmer import Case, Key, PrewarmError, PrewarmProgress, Warmer, key_text
 logger = logging.getLogger(__name__)
 
 _LISTED = 5  # differing keys that an error names
-
-
-class IsWarm(Protocol):
-    def __call__(self, key: Key) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -93,14 +89,13 @@ class PrewarmReport:
 
 
 _done: dict[tuple[str, torch.device], PrewarmReport] = {}
-_places: dict[Key, set[torch.device]] = {}  # keys are warm per device, the caller's warm-key set is per process
 
 
 def prewarm(
     cases: Sequence[Case],
     *,
     run: Callable[[Any], object],
-    is_warm: IsWarm,
+    is_warm: Callable[[Key], bool],
     mark_warm: Callable[[Key], object],
     lock_dir: Path,
     settings: Mapping[str, object],
@@ -118,7 +113,7 @@ def prewarm(
     Args:
         cases: everything that a later step can need; of equal keys the first runs.
         run: makes a case's call. With several workers it is called from several threads, without gradients.
-        is_warm: whether a key is warm in this process; such a key is skipped, unless it was warmed on another device.
+        is_warm: whether a key is warm on the current device, which is ``device`` then; such a key is skipped.
         mark_warm: records a key after its call has finished on the device.
         lock_dir: of this machine, shared by its processes; created if missing.
         settings: everything else that decides what is warmed, JSON-ready: the model's config, the engine's settings.
@@ -158,8 +153,8 @@ def prewarm(
     )
     failure: Exception | None = None
     if enabled and known is None:
-        warmer = Warmer(run, is_warm=lambda key: _is_warm_on(where, key, is_warm), mark_warm=mark_warm,
-                        lock_dir=Path(lock_dir), device=where, progress=progress, timeout=timeout)  # fmt: skip
+        warmer = Warmer(run, is_warm=is_warm, mark_warm=mark_warm, lock_dir=Path(lock_dir), device=where,
+                        progress=progress, timeout=timeout)  # fmt: skip
         try:
             report = _warm(warmer, unique, workers, monitor, report)
         except Exception as error:
@@ -169,8 +164,6 @@ def prewarm(
         return replace(report, repeated=True)
     if enabled:
         _done[decision, where] = report
-        for key in unique:
-            _places.setdefault(key, set()).add(where)
         logger.info(
             "prewarm: %d keys, %d run, %d skipped, %.1f s", len(report.keys), len(report.seconds), len(report.skipped),
             report.wall_seconds,
@@ -200,10 +193,6 @@ def _distinct(cases: Sequence[Case]) -> dict[Key, Case]:
             raise ValueError(f"key of {case.op} must be a tuple of strings and integers, got {key!r}")
         unique.setdefault(key, case)
     return unique
-
-
-def _is_warm_on(device: torch.device, key: Key, is_warm: IsWarm) -> bool:
-    return is_warm(key) and (key not in _places or device in _places[key])
 
 
 # --- agreement ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Which kernels serve an op that has several: chosen once per process, so that a dispatch stays a pure function.
 
-Two engines of one process share the kernels, the warm keys and the captured graphs' binaries. A choice can therefore
-be repeated but not changed; the one exception is a block of :func:`using`, for tests and comparisons, which holds for
+Engines of one process share the kernels, and on one device their warm keys too. A choice can therefore be repeated
+but not changed; the one exception is a block of :func:`using`, for tests and comparisons, which holds for
 all threads.
 """
 

@@ -18,7 +18,7 @@ from .shapes import Shape
 NAMESPACE = "dsv4"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # unregisters on collection: must live as long as the module
 
-Role = Literal["model", "parallel", "tool"]
+Role = Literal["model", "part", "parallel", "tool"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -50,8 +50,9 @@ class OpSpec:
     Attributes:
         name: op name without the namespace.
         schema: the schema string, which is public ABI.
-        role: ``model`` ops appear in the single-rank model trace, ``parallel`` ops only with several ranks, ``tool``
-            ops serve checkpoint writing and inspection.
+        role: ``model`` ops appear in the single-rank model trace, ``parallel`` ops only with several ranks; ``part``
+            ops are what a ``model`` op runs in parts, by themselves they serve inspection; ``tool`` ops serve
+            checkpoint writing.
         boundary: whether piecewise compilation cuts the graph here by default.
         reference: the specification in plain torch and the CPU kernel.
         fake: shape and dtype propagation.
@@ -143,7 +144,11 @@ def _cuda_entry(name: str, reference: Callable[..., Any], cuda: Callable[..., An
             _runtime.run_first_uses(name)
         if cuda is None:
             raise _no_kernel(name, "cuda")
-        return cuda(*args, **kwargs)
+        device = args[0].get_device()
+        if device == _runtime.current_device():
+            return cuda(*args, **kwargs)
+        with torch.cuda.device(device):  # libraries launch on the current device, whatever their tensors are on
+            return cuda(*args, **kwargs)
 
     return entry
 

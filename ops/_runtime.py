@@ -4,9 +4,9 @@ No Python object crosses an op boundary, so a communication op names its group b
 rank alone: it always exists, has one rank and cannot be registered. Any other name must be registered first; an
 unknown name is an error, never a group of one, because a mistyped name would drop the other ranks' work silently.
 
-The warm-key set holds the :class:`~dsv4.ops.PrewarmCase` keys whose kernels are compiled and loaded in this process. A
-launch under a cold key compiles, which takes seconds; while a stream is being captured that is an error, because the
-driver would allow it and stall silently.
+The warm-key set holds, for each device, the :class:`~dsv4.ops.PrewarmCase` keys whose kernels this process has compiled
+and loaded there: libraries compile and load for the current device. A launch under a cold key compiles, which takes
+seconds; while a stream is being captured that is an error, because the driver would allow it and stall silently.
 
 A first-use callback warms a model that nobody prewarmed: the first call of any op on CUDA runs every armed callback,
 once. It is the second trigger, for entry points that bypass loading, and serves one rank only: ranks that warm
@@ -34,7 +34,7 @@ class Group(Protocol):
 
 _lock = threading.Lock()
 _groups: dict[str, Group] = {}
-_warm: set[Key] = set()
+_warm: set[tuple[int, Key]] = set()
 _launching: dict[Key, threading.Lock] = {}
 _references = False
 _first_use_lock = threading.RLock()
@@ -87,15 +87,20 @@ def _unknown(name: str) -> ValueError:
     return ValueError(f"group must be '' or one of {sorted(_groups)}, got {name!r}")
 
 
+def current_device() -> int:
+    """Index of the CUDA device on which a launch would run; −1 in a process that has not used one."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+
+
 def mark_warm(key: Key) -> None:
-    """Record that the specialisation ``key`` is compiled and loaded."""
+    """Record that the specialisation ``key`` is compiled and loaded for the current device."""
     with _lock:
-        _warm.add(key)
+        _warm.add((current_device(), key))
 
 
 def is_warm(key: Key) -> bool:
-    """Whether :func:`mark_warm` was called with ``key``."""
-    return key in _warm  # membership of a set is atomic; the hot path takes no lock
+    """Whether :func:`mark_warm` was called with ``key`` on the current device."""
+    return (current_device(), key) in _warm  # membership of a set is atomic; the hot path takes no lock
 
 
 @contextmanager
@@ -109,9 +114,10 @@ def first_launch(key: Key) -> Iterator[None]:
 
 
 def warm_keys() -> frozenset[Key]:
-    """The warm keys at this moment."""
+    """The warm keys of the current device at this moment."""
+    here = current_device()
     with _lock:
-        return frozenset(_warm)
+        return frozenset(key for device, key in _warm if device == here)
 
 
 def require_warm(key: Key) -> None:

@@ -45,7 +45,6 @@ class Launch:
 class _Slot:
     lock: threading.Lock = field(default_factory=threading.Lock)
     kernel: Any = None
-    has_run: bool = False
 
 
 _table: dict[tuple[_runtime.Key, str], _Slot] = {}
@@ -77,14 +76,13 @@ def launch(key: _runtime.Key, build: Build, grid: tuple[int, ...], *args: Any) -
     if slot is None:
         with _table_lock:
             slot = _table.setdefault((key, arch), _Slot())
-    if slot.has_run:
+    if slot.kernel is not None and _runtime.is_warm(key):
         slot.kernel(*args)
         return
     with slot.lock:
         if slot.kernel is None:
             slot.kernel = compile_program(build, arch)
         slot.kernel(*args)  # the first call compiles host code, which TileLang does not guard against other threads
-        slot.has_run = True
     _runtime.mark_warm(key)
 
 

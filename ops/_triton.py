@@ -47,10 +47,10 @@ def launch(key: _runtime.Key, kernel: Any, grid: tuple[int, ...], *args: Any, **
         return
     if 0 in grid:
         return
-    _runtime.require_warm(key)
     if _runtime.is_warm(key):
         kernel[grid](*args, **meta)
         return
+    _runtime.require_warm(key)
     # Triton would compile once in every thread that comes before the first is done
     with _runtime.first_launch(key), _triton_launchers.loading():
         kernel[grid](*args, **meta)

@@ -26,6 +26,7 @@ from dsv4.weights import load_weights
 
 from .conftest import NANO
 from .graphs.rank_programs import run_ranks, world_of_two
+from .ops.test_runtime import use_device
 
 graphs_prewarm = importlib.import_module("dsv4.graphs.prewarm")
 
@@ -33,7 +34,7 @@ graphs_prewarm = importlib.import_module("dsv4.graphs.prewarm")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     for module, name, value in (
-        (graphs_prewarm, "_done", {}), (graphs_prewarm, "_places", {}), (prewarming, "_warm", set()),
+        (graphs_prewarm, "_done", {}), (prewarming, "_warm", set()),
         (prewarming, "_unwarmed", {}), (_runtime, "first_uses", {}), (_runtime, "_warm", set()),
         (_runtime, "_sealed", False), (_backends, "_chosen", {}),
     ):  # fmt: skip
@@ -262,6 +263,17 @@ def test_a_second_engine_warms_its_own_keys(nano_config, deep_gemm):
     report = prewarming.warm_kernels(nano_config, settings[1], progress=False)
     assert set(report.seconds) == later.keys() - own.keys() and set(report.skipped) == own.keys() & later.keys()
     prewarming.ops.spec("fp8_linear").overload(*args, **options)
+
+
+def test_what_is_warm_on_another_device_is_not_skipped(nano_config, deep_gemm, monkeypatch):
+    settings = EngineConfig(token_budget=16, max_requests=1)
+    keys = {case.key for case in deep_gemm(nano_config, "cpu", settings.max_rows)}
+    use_device(monkeypatch, 0)
+    for key in keys:  # by steps without a prewarm
+        _runtime.mark_warm(key)
+    use_device(monkeypatch, 1)
+    report = prewarming.warm_kernels(nano_config, settings, progress=False)
+    assert set(report.seconds) == keys == _runtime.warm_keys() and report.skipped == ()
 
 
 def test_a_second_engine_with_other_kernels_is_refused_before_it_loads(monkeypatch):

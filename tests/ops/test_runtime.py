@@ -1,11 +1,12 @@
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from dsv4 import ops
-from dsv4.ops import _runtime, _triton
+from dsv4.ops import _registry, _runtime, _triton
 from dsv4.ops.shapes import tiny
 
 from . import contract
@@ -102,6 +103,46 @@ def test_warm_keys_from_threads():
         thread.join()
     assert not failures
     assert len([key for key in _runtime.warm_keys() if key[0] == "test_threads"]) == 1200
+
+
+def use_device(monkeypatch, index: int) -> None:
+    """Make ``index`` the current one of several simulated devices."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: index)
+
+
+def test_keys_are_warm_per_device(monkeypatch):
+    """Triton compiles for the current device: what another one has does not serve a capture here."""
+    monkeypatch.setattr(_runtime, "_warm", set())
+    launched = []
+    kernel = {(1,): lambda: launched.append(torch.cuda.current_device())}
+    use_device(monkeypatch, 0)
+    _triton.launch(("k",), kernel, (1,))
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_available", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        _triton.launch(("k",), kernel, (1,))
+        use_device(capture, 1)
+        with pytest.raises(_runtime.ColdKernelError, match=r"got cold key \('k',\)"):
+            _triton.launch(("k",), kernel, (1,))
+    use_device(monkeypatch, 1)
+    assert not _runtime.warm_keys()
+    _triton.launch(("k",), kernel, (1,))
+    assert launched == [0, 0, 1] and _runtime.warm_keys() == {("k",)}
+
+
+def test_an_op_launches_on_the_device_of_its_tensors(monkeypatch):
+    class Tensor:
+        def get_device(self) -> int:
+            return 1
+
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device", lambda index: entered.append(index) or nullcontext())
+    entry = _registry._cuda_entry("echo", lambda x: None, lambda x: x)
+    x = Tensor()
+    for current, expected in ((1, []), (0, [1])):
+        use_device(monkeypatch, current)
+        assert entry(x) is x and entered == expected
 
 
 def test_a_cold_key_is_launched_by_one_thread_at_a_time(monkeypatch):

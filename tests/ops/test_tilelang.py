@@ -10,6 +10,8 @@ import torch
 from dsv4.ops import _runtime, _tilelang
 from dsv4.ops._aligned import aligned
 
+from .test_runtime import use_device
+
 
 class Kernels:
     """Stands for the compiler: counts builds and calls."""
@@ -117,6 +119,19 @@ def test_another_architecture_is_another_build(kernels, monkeypatch):
     monkeypatch.setattr(_tilelang, "architecture", lambda device: "sm_100a")
     _tilelang.launch(("a",), lambda: "a", (1,), torch.randn(1))
     assert [arch for _, arch in kernels.built] == ["sm_90a", "sm_100a"]
+
+
+def test_another_device_loads_what_was_built(kernels, monkeypatch):
+    """Built once for both, but cold on the second until it has run there."""
+    use_device(monkeypatch, 0)
+    _tilelang.launch(("a",), lambda: "a", (1,), torch.randn(1))
+    use_device(monkeypatch, 1)
+    with monkeypatch.context() as during:
+        capture(during)
+        with pytest.raises(_runtime.ColdKernelError, match=r"got cold key \('a',\)"):
+            _tilelang.launch(("a",), lambda: "a", (1,), torch.randn(1))
+    _tilelang.launch(("a",), lambda: "a", (1,), torch.randn(1))
+    assert _runtime.is_warm(("a",)) and len(kernels.built) == 1 and len(kernels.calls) == 2
 
 
 def test_recorded_launches_do_not_run(kernels):
