@@ -54,7 +54,7 @@ def _few_products(
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -101,7 +101,7 @@ def _mix_row(
     squares = tl.sum(tl.where(output == outputs, total, 0.0), axis=0)
     value = total * tl.rsqrt(squares / (num_streams * hidden) + eps) * scale + base
     target = post_ptr + row * num_streams + output - num_streams
-    tl.store(target, 2.0 * _sigmoid(value), mask=third == 1)
+    tl.store(target, 2.0 * sigmoid(value), mask=third == 1)
 
     a0, a1, a2, a3 = _softmax(value, 8, hc_eps)
     b0, b1, b2, b3 = _softmax(value, 12, hc_eps)
@@ -128,6 +128,25 @@ def _mix_row(
 
 
 @triton.jit
+def gate_and_normalise(
+    value, both, scale, base, norm, x_ptr, row, eps, hc_eps,
+    hidden: tl.constexpr, num_streams: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Store the normalised collapse of one row's streams ``value [M, width]``; ``both [2, M]`` holds the products of
+    the gates, and beside each the sum of squares."""
+    kind = tl.arange(0, 2)[:, None]
+    gate = tl.sum(tl.where(kind == 0, both, 0.0), axis=0)
+    squares = tl.sum(tl.where(kind == 1, both, 0.0), axis=0)
+    gate = sigmoid(gate * tl.rsqrt(squares / (num_streams * hidden) + eps) * scale + base) + hc_eps
+
+    act: tl.constexpr = x_ptr.dtype.element_ty
+    collapsed = tl.sum(value.to(tl.float32) * gate[:, None], axis=0).to(act).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(collapsed * collapsed, axis=0) / hidden + eps)
+    column = tl.arange(0, width)
+    tl.store(x_ptr + row * hidden + column, (collapsed * inverse * norm).to(act), mask=column < hidden)
+
+
+@triton.jit
 def _collapse_row(
     partials_ptr, streams_ptr, scale_ptr, base_ptr, norm_ptr, x_ptr, row, num_tokens, num_splits, eps, hc_eps,
     hidden: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, num_streams: tl.constexpr,
@@ -147,14 +166,7 @@ def _collapse_row(
     part = tl.arange(0, parts)
     source = partials_ptr + ((part * num_tokens + row) * columns)[:, None, None] + at[None, :, :]
     both = tl.sum(tl.load(source, mask=(part < num_splits)[:, None, None], other=0.0), axis=0)
-    gate = tl.sum(tl.where(kind == 0, both, 0.0), axis=0)
-    squares = tl.sum(tl.where(kind == 1, both, 0.0), axis=0)
-    gate = _sigmoid(gate * tl.rsqrt(squares / (num_streams * hidden) + eps) * scale + base) + hc_eps
-
-    act: tl.constexpr = x_ptr.dtype.element_ty
-    collapsed = tl.sum(value.to(tl.float32) * gate[:, None], axis=0).to(act).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(collapsed * collapsed, axis=0) / hidden + eps)
-    tl.store(x_ptr + row * hidden + column, (collapsed * inverse * norm).to(act), mask=inside)
+    gate_and_normalise(value, both, scale, base, norm, x_ptr, row, eps, hc_eps, hidden, num_streams, width)
 
 
 @triton.jit(

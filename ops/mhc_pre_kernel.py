@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from . import _mhc, _mhc_few_rows_kernel, mhc_post_kernel
+from ._mhc_few_rows_kernel import gate_and_normalise, sigmoid
 from ._registry import Arguments, PrewarmCase
 from ._triton import dtype_key, launch
 from .shapes import Shape
@@ -79,11 +80,6 @@ def _mhc_products(
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def _mix(
     partials_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr, group, num_tokens, num_splits, eps, hc_eps, sinkhorn_iters,
     num_streams: tl.constexpr, hidden: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr,
@@ -111,7 +107,7 @@ def _mix(
     inverse = tl.rsqrt(squares / (num_streams * hidden) + eps)
 
     post = post * inverse[:, None] * tl.load(scale_ptr + 1) + tl.load(base_ptr + post_at)
-    tl.store(post_ptr + row[:, None] * num_streams + stream[None, :], 2.0 * _sigmoid(post), mask=keep[:, None])
+    tl.store(post_ptr + row[:, None] * num_streams + stream[None, :], 2.0 * sigmoid(post), mask=keep[:, None])
 
     comb = comb * inverse[:, None, None] * tl.load(scale_ptr + 2) + tl.load(base_ptr + comb_at)
     comb = tl.exp(comb - tl.max(comb, axis=2, keep_dims=True))
@@ -147,15 +143,8 @@ def _collapse(
         pointer = partials_ptr + offset[:, None, None] + at[None, :, :]
         total += tl.load(pointer, mask=there[:, None, None], other=0.0)
     both = tl.sum(total, axis=0)
-    gate = tl.sum(tl.where(kind == 0, both, 0.0), axis=0)
-    squares = tl.sum(tl.where(kind == 1, both, 0.0), axis=0)
-    gate = gate * tl.rsqrt(squares / (num_streams * hidden) + eps)
-    gate = _sigmoid(gate * tl.load(scale_ptr) + tl.load(base_ptr + stream)) + hc_eps
-
-    act: tl.constexpr = x_ptr.dtype.element_ty
-    collapsed = tl.sum(value.to(tl.float32) * gate[:, None], axis=0).to(act).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(collapsed * collapsed, axis=0) / hidden + eps)
-    tl.store(x_ptr + row * hidden + column, (collapsed * inverse * norm).to(act), mask=inside)
+    scale, base = tl.load(scale_ptr), tl.load(base_ptr + stream)
+    gate_and_normalise(value, both, scale, base, norm, x_ptr, row, eps, hc_eps, hidden, num_streams, block)
 
 
 @triton.jit(
