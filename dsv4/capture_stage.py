@@ -75,7 +75,11 @@ def captured_steps(runner: Runner, settings: EngineConfig, hardware: Hardware) -
     """
     example = runner.inputs([PlacedSequence().segment([0, 1, 2], (2,))])
     mode = "auto" if hardware.graph_mode == "off" else hardware.graph_mode
-    options = {"mode": mode, "watch": lambda: (*runner.caches.tensors(), *runner.model.buffers())}
+    options = {
+        "mode": mode,
+        "debug": settings.debug_graphs,
+        "watch": lambda: (*runner.caches.tensors(), *runner.model.buffers()),
+    }
     ladder = step_ladder(settings)
     steps = {
         "step": CapturedStep(

@@ -29,6 +29,9 @@ class EngineConfig:
             choice on the CPU. ``None`` means ``auto`` on CUDA and ``off`` on the CPU. When device memory does not
             suffice for the capture, ``auto`` logs an error and runs steps eagerly (``engine.started.capture_error``);
             ``piecewise`` and ``full`` raise.
+        debug_graphs: before every replay compare the addresses of what graphs read with those of the capture, and raise
+            ``StaleAddressError`` if one moved: inputs of every piece in piecewise graphs, weights and caches in full
+            ones. Slow, since pieces are then called through the model (CUDA only, with graphs).
         prewarm: compile and load every kernel before anything is captured or served (CUDA only).
         prewarm_workers: threads that compile kernels.
         mhc_backend: kernels of the hyper-connection ops; one choice per process (CUDA only).
@@ -56,6 +59,7 @@ class EngineConfig:
     device: str = "cpu"
     compile: CompileMode = "piecewise"
     graphs: GraphMode | None = None
+    debug_graphs: bool = False
     prewarm: bool = True
     prewarm_workers: int = 8
     mhc_backend: MhcBackend = "triton"
@@ -98,7 +102,7 @@ class EngineConfig:
             raise ValueError(f"graphs 'piecewise' must come with compile 'piecewise', got {self.compile!r}")
         if self.compile not in ("off", "piecewise", "full"):
             raise ValueError(f"compile must be 'off', 'piecewise' or 'full', got {self.compile!r}")
-        for name in ("deterministic", "prefix_reuse", "prewarm"):
+        for name in ("deterministic", "debug_graphs", "prefix_reuse", "prewarm"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")
         names = () if self.boundary_ops is None else self.boundary_ops

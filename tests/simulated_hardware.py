@@ -3,6 +3,10 @@
 What it cannot show is in ``tests/graphs/cpu_graphs.py``; nor does it compile anything.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+from dsv4.compile import CompiledModel, compile_model
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 from dsv4.graphs.jit_libraries import WATCHES
@@ -73,6 +77,11 @@ def make(model: DeepseekV4, hardware: SimulatedHardware | None = None, **changes
     """An engine on simulated hardware."""
     settings = settings_of(**changes)
     return Engine.from_model(model, settings, progress=False, hardware=hardware or SimulatedHardware())
+
+
+def eager_pieces(fn: Callable[..., Any], **options: Any) -> CompiledModel:
+    """In the place of ``compile_model``: pieces as they were traced, since this machine's compiler takes a minute."""
+    return compile_model(fn, options["boundary_ops"], options["mode"], backend="eager")
 
 
 def prompts(count: int, length: int = 21) -> list[list[int]]:

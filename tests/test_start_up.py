@@ -16,7 +16,6 @@ import torch.distributed as dist
 from dsv4 import compile_stage, start_up as start_up_module
 from dsv4.cache_sizing import plan_cache
 from dsv4.capture_stage import draft_ladder, step_ladder
-from dsv4.compile import compile_model
 from dsv4.engine import Engine
 from dsv4.graphs.jit_monitor import JitMonitor, KeyCounts
 from dsv4.graphs.pieces import CapturedPieces, CaptureError, CaptureMemoryError
@@ -25,7 +24,7 @@ from dsv4.start_up import LateCompilation
 
 from .engines import greedy
 from .graphs.gpu_measure import placed
-from .simulated_hardware import SimulatedHardware, make, prompts, settings_of
+from .simulated_hardware import SimulatedHardware, eager_pieces, make, prompts, settings_of
 from .tiny_model import TinyCheckpoint, tiny_config
 
 
@@ -91,11 +90,6 @@ def test_order_of_the_stages(tiny, monkeypatch, graph_mode):
     assert hardware.events.index("prewarm") < first_capture
     assert hardware.events.count("release") == 2  # what the trials captured is gone before anything is measured
     assert max(i for i, e in enumerate(hardware.events) if e == "release") < hardware.events.index("measure")
-
-
-def eager_pieces(fn, **options):
-    """Pieces as they were traced: this machine's compiler would take a minute."""
-    return compile_model(fn, options["boundary_ops"], options["mode"], backend="eager")
 
 
 def test_the_table(tiny):

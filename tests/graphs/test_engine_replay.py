@@ -3,14 +3,18 @@
 The same measurements run on a GPU in ``test_gpu_engine.py``.
 """
 
+import dataclasses
+
 import pytest
 import torch
 
+from dsv4 import compile_stage
 from dsv4.capture_stage import draft_ladder, step_ladder
 from dsv4.engine import Engine
+from dsv4.graphs.pieces import StaleAddressError
 
 from ..engines import greedy
-from ..simulated_hardware import make, prompts, settings_of
+from ..simulated_hardware import SimulatedHardware, eager_pieces, make, prompts, settings_of
 from ..tiny_model import TinyCheckpoint, tiny_config
 from . import gpu_measure
 
@@ -54,6 +58,35 @@ def test_a_draft_that_kept_a_view_would_be_seen(tiny, monkeypatch):
     assert torch.equal(first, kept)
     engine.runner.step(b, engine.runner.caches)
     assert not torch.equal(first, kept)
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise"])
+def test_debug_graphs_finds_a_stale_pointer(tiny, monkeypatch, mode):
+    """Pieces are compared with what the model gives them, full graphs with weights and caches; without, nothing is."""
+    monkeypatch.setattr(compile_stage, "compile_model", eager_pieces)
+    batch, tokens = prompts(1, 5), {}
+    for debug in (False, True):
+        settings = settings_of(compile="piecewise" if mode == "piecewise" else "off", draft_tokens=0, token_budget=4)
+        object.__setattr__(settings, "debug_graphs", debug)  # which settings of the CPU, which has no graphs, refuse
+        with Engine.from_model(tiny, settings, progress=False, hardware=SimulatedHardware(mode)) as engine:
+            tokens[debug] = [c.token_ids for c in engine.generate(batch, greedy(2))]
+            step, caches = engine.started.captured["step"], engine.runner.caches
+            assert set(step.path_counts) == {mode}
+            inputs = engine.runner.inputs([gpu_measure.placed(engine, 0).segment([7, 8, 9], (2,))])
+            own = step.inputs._buckets[step.ladder.bucket_for(3, 1, 1)]
+            moved = dataclasses.replace(own, views=dataclasses.replace(own.views, positions=own.views.positions.clone()))
+            if mode == "piecewise":
+                monkeypatch.setitem(step.inputs._buckets, step.ladder.bucket_for(3, 1, 1), moved)
+                message = r"bucket of 4 tokens, .*piece \d+ .*: input \w+ must be"
+            else:
+                caches.layers[1].entries = caches.layers[1].entries.clone()
+                message = r"bucket of 4 tokens, .*: watched tensor 6 must be"
+            if debug:
+                with pytest.raises(StaleAddressError, match=message):
+                    engine.runner.step(inputs, caches)
+            else:
+                engine.runner.step(inputs, caches)
+    assert tokens[True] == tokens[False]
 
 
 @pytest.fixture(scope="module")
