@@ -26,6 +26,15 @@ class _Random:
     def order(self, count: int) -> torch.Tensor:
         return torch.randperm(count, device=self.device, generator=self.generator)
 
+    def whole(self, low: int, high: int, *size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.randint(low, high, size, device=self.device, generator=self.generator, dtype=dtype)
+
+    def codes(self, rows: int, width: int) -> torch.Tensor:
+        return self.act(rows, width).to(torch.float8_e4m3fn)
+
+    def scales(self, low: int, high: int, *size: int) -> torch.Tensor:
+        return torch.exp2(self.whole(low, high, *size).float())
+
 
 def _mhc(name: str) -> Callable[[Shape, int, torch.device], Call]:
     def call(shape: Shape, rows: int, device: torch.device) -> Call:
@@ -95,9 +104,77 @@ def sparse_attention(shape: Shape, rows: int, device: torch.device) -> Call:
     return args, numbers | {"deterministic": False}
 
 
+def fp8_linear(shape: Shape, rows: int, device: torch.device) -> Call:
+    """The projection to the queries, whose result is the largest of all."""
+    r, outs, width = _Random(device), shape.num_heads * shape.head_dim, shape.q_lora_rank
+    blocks = (-(-outs // 128), -(-width // 128))
+    args = (r.codes(rows, width), r.scales(-3, 4, rows, blocks[1]), r.codes(outs, width), r.scales(-8, -3, *blocks))
+    return args, {"dtype": torch.bfloat16, "deterministic": False}
+
+
+def linear(shape: Shape, rows: int, device: torch.device) -> Call:
+    """The same in exact numerics."""
+    r, outs, width = _Random(device), shape.num_heads * shape.head_dim, shape.q_lora_rank
+    args = (r.act(rows, width), (r.normal(outs, width) * width**-0.5).to(torch.bfloat16))
+    return args, {"dtype": torch.bfloat16, "deterministic": False}
+
+
+def expert_ffn(shape: Shape, rows: int, device: torch.device) -> Call:
+    """FP4 experts of random bytes; every row has as many distinct ones as the model gives it."""
+    r, experts, hidden, inner = _Random(device), shape.num_experts, shape.hidden, shape.expert_hidden
+    ids = torch.rand(rows, experts, device=device, generator=r.generator).topk(shape.experts_per_token).indices.int()
+    weights = []
+    for outs, width in ((2 * inner, hidden), (hidden, inner)):
+        weights.append(r.whole(0, 256, experts, outs, width // 2, dtype=torch.uint8))
+        weights.append(r.whole(118, 122, experts, outs, width // 32, dtype=torch.uint8))
+    x = r.codes(rows, hidden), r.scales(-2, 2, rows, -(-hidden // 128))
+    shares = torch.rand(ids.shape, device=device, generator=r.generator)
+    return (*x, ids, shares, *weights), {"limit": shape.swiglu_limit, "deterministic": False}
+
+
+def indexer_logits(shape: Shape, rows: int, device: torch.device) -> Call:
+    """The last rows of one request with the full context."""
+    r, blocks = _Random(device), -(-shape.max_context // BLOCK_TOKENS)
+    context = blocks * BLOCK_TOKENS
+    q, weights = r.act(rows, shape.index_heads, shape.index_dim), r.normal(rows, shape.index_heads)
+    cache, table = r.act(blocks, BLOCK_TOKENS // _RATIO, shape.index_dim), r.order(blocks).int().view(1, -1)
+    positions = torch.arange(context - rows, context, device=device)
+    requests = torch.zeros(rows, dtype=torch.int32, device=device)
+    options = {"ratio": _RATIO, "dtype": torch.bfloat16, "deterministic": False}
+    return (q, weights, cache, positions, requests, table), options
+
+
+def indexer_topk(shape: Shape, rows: int, device: torch.device) -> Call:
+    """Picks of scores as :func:`indexer_logits` returns them."""
+    positions = torch.arange(shape.max_context - rows, shape.max_context, device=device)
+    scores = _Random(device).act(rows, -(-shape.max_context // BLOCK_TOKENS) * BLOCK_TOKENS // _RATIO)
+    return (scores, positions), {"ratio": _RATIO, "topk": shape.index_topk}
+
+
+def lse_merge(shape: Shape, rows: int, device: torch.device) -> Call:
+    """Two parts of attention."""
+    r = _Random(device)
+    outs, lses = r.act(2, rows, shape.num_heads, shape.head_dim), 3 * r.normal(2, rows, shape.num_heads)
+    return (outs, lses, r.normal(shape.num_heads)), {}
+
+
 CALLS: dict[str, Callable[[Shape, int, torch.device], Call]] = {
     **{name: _mhc(name) for name in ("mhc_pre", "mhc_post", "mhc_post_pre", "mhc_head")},
     "qkv_rope_cache": qkv_rope_cache,
     "sparse_attention": sparse_attention,
     "grouped_o_proj": grouped_o_proj,
+    "fp8_linear": fp8_linear,
+    "linear": linear,
+    "expert_ffn": expert_ffn,
 }
+"""What is called with 32,768 rows."""
+BEYOND: dict[str, tuple[Callable[[Shape, int, torch.device], Call], int]] = {
+    **{name: (CALLS[name], 33024) for name in ("qkv_rope_cache", "sparse_attention", "grouped_o_proj", "fp8_linear",
+                                               "linear")},
+    "indexer_logits": (indexer_logits, 8256),
+    "indexer_topk": (indexer_topk, 8256),
+    "lse_merge": (lse_merge, 16512),
+}  # fmt: skip
+"""Calls, and numbers of rows, whose largest tensor has more than 2^31 elements at Pro: with 32,768 rows queries have
+2^31, so that the last of them still has a number of 31 bits. Index scores are those of 2^20 tokens. The tensors of one
+call take up to 9 GB (fp32 index scores: 10 GB)."""

@@ -5,25 +5,29 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from dsv4 import ops
-from dsv4.ops import _example_rows, _runtime
+from dsv4.ops import _example_rows
 from dsv4.ops.shapes import Shape, flash, nano, pro, tiny
 
+from . import op_libraries
 from .common import Record, differs
 from .models import using_backend
-from .op_calls import CALLS
-from .op_errors import distance, errors_of, merge_worst, outputs, spread, to_device
+from .op_calls import CALLS, Call, indexer_logits
+from .op_errors import errors_by_mode, errors_of, fresh_memory_poisoned, layout_faults, merge_worst, outputs, to_device
+from .op_libraries import by_mode, case_name, checked
 from .place import Place
 
 TOKEN_COUNTS = (0, 1, 7, 33, 129)
+MHC_COUNTS = (257, 1025, 2817, 4225)  # first of buckets with 26, 7, 2 and 1 parts of the products
+LAYOUT_ROWS = 33
 LONG = ("qkv_rope_cache", "compressor_update", "indexer_query", "indexer_logits", "indexer_topk", "sparse_attention",
         "grouped_o_proj")  # fmt: skip
-
-
-LIBRARY_GEMMS = ("fp8_linear", "expert", "shared", "indexer_logits", "grouped")
+_HEAVY = ("expert_ffn", "pcp_moe_shard")  # weights of an example take seconds: smaller calls are the end of the largest
+_WIDTHS = {"flash": flash, "pro": pro}
 
 
 def few_experts(shape: Shape) -> Shape:
@@ -33,7 +37,7 @@ def few_experts(shape: Shape) -> Shape:
 
 def _shapes(place: Place, backend: str) -> tuple[tuple[Shape, torch.dtype], ...]:
     """bf16 at every width; fp32, which only the references' users need, at one width and in Triton."""
-    shapes = (tiny,) if place.dry else (nano, few_experts(flash))
+    shapes = (tiny,) if place.dry else (nano, few_experts(flash), few_experts(pro))
     pairs = [(shape, torch.bfloat16) for shape in shapes]
     return (*pairs, *([(shapes[0], torch.float32)] if backend == "triton" else []))
 
@@ -44,7 +48,7 @@ def _specs(part: str) -> list[ops.OpSpec]:
     return [s for s in ops.specs().values() if s.cuda is not None][number::parts]
 
 
-def _example(spec: ops.OpSpec, shape: Shape, rows: int, dtype: torch.dtype, place: Place) -> tuple[tuple, dict]:
+def _example(spec: ops.OpSpec, shape: Shape, rows: int, dtype: torch.dtype, place: Place) -> Call:
     with _experts_packed_on(place.device):
         args, kwargs = spec.example(shape, num_tokens=rows, device=torch.device("cpu"), dtype=dtype, seed=rows)
     return to_device(args, place.device), kwargs
@@ -67,110 +71,128 @@ def _experts_packed_on(device: torch.device) -> Iterator[None]:
         module._fp4 = before
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _calls(
+    spec: ops.OpSpec, shape: Shape, dtype: torch.dtype, counts: tuple[int, ...], place: Place
+) -> Iterator[tuple[int, Call]]:
+    """Random calls with ``counts`` rows."""
+    if spec.name not in _HEAVY or not counts:
+        yield from ((rows, _example(spec, shape, rows, dtype, place)) for rows in counts)
+        return
+    most = max(counts)
+    args, kwargs = _example(spec, shape, most, dtype, place)
+    names = [argument.name for argument in spec.overload._schema.arguments]
+    for rows in counts:
+        cut = [a[most - rows :] if a.shape[:1] == (most,) else a for a in args]
+        if "num_valid" in names and rows:
+            cut[names.index("num_valid")] = torch.full_like(args[names.index("num_valid")], max(1, rows - 1))
+        yield rows, (tuple(cut), kwargs)
+
+
+# ---- sections --------------------------------------------------------------------------------------------------------
 
 
 def small(place: Place, record: Record, part: str, backend: str) -> None:
-    """0 to 129 rows of nano and Flash; and what must not change a result."""
+    """0 to 129 rows of nano, Flash and Pro; and what must not change a result."""
     seconds = record.samples.setdefault("ops_seconds", {}).setdefault(backend, {})
     for spec in _specs(part):
-        if backend == "libraries" and not spec.name.startswith(("mhc", *LIBRARY_GEMMS)):
+        if backend == "libraries" and spec.name not in op_libraries.OPS:
             continue
         began = time.perf_counter()
         with record.block("ops", "case_C8") as (found, empty), using_backend(backend, place):
             for shape, dtype in _shapes(place, backend):
-                case, worst = f"{backend}.{shape.name}.{name_of(dtype)}", {}
-                for rows in TOKEN_COUNTS:
-                    args, kwargs = _example(spec, shape, rows, dtype, place)
-                    errors = errors_of(spec, args, kwargs)
-                    if rows == 0:
-                        empty.setdefault(spec.name, {})[case] = int(any(n.endswith("mismatch") for n in errors))
-                    merge_worst(worst, errors)
-                found.setdefault(spec.name, {})[case] = worst
+                _small(spec, shape, dtype, place, backend, found, empty)
+                free(place)
         with record.block("ops_layouts", "ops_poisoned") as (layouts, poisoned), using_backend(backend, place):
-            args, kwargs = _example(spec, tiny if place.dry else few_experts(flash), 33, torch.bfloat16, place)
-            want = outputs(spec, args, kwargs)
-            with fresh_memory_poisoned():
-                got = outputs(spec, args, kwargs)
-            poisoned.setdefault(spec.name, {})[backend] = sum(map(differs, got, want))
-            got = outputs(spec, _apart(spec, args), kwargs)
-            layouts.setdefault(spec.name, {})[backend] = sum(map(differs, got, want))
+            shape = tiny if place.dry else few_experts(flash)
+            counts = (LAYOUT_ROWS,)
+            if backend == "libraries":
+                counts = op_libraries.row_counts(spec.name, shape.index_heads, counts)[:1]
+            for rows, call in _calls(spec, shape, torch.bfloat16, counts, place):
+                args, modes = by_mode(spec, call, backend)
+                kwargs = modes[""]
+                with checked(spec, backend, rows, place)():
+                    want = outputs(spec, args, kwargs)
+                with fresh_memory_poisoned():
+                    got = outputs(spec, args, kwargs)
+                poisoned.setdefault(spec.name, {})[backend] = sum(map(differs, got, want))
+                faults = layout_faults(spec, args, kwargs, want)
+                layouts.setdefault(spec.name, {}).update({f"{backend}.{kind}": n for kind, n in faults.items()})
         seconds[spec.name] = round(time.perf_counter() - began, 1)
+        free(place)
 
 
-def _apart(spec: ops.OpSpec, args: tuple) -> tuple:
-    """Activations and row metadata with strides; buffers that the op writes, caches and weights stay whole."""
-    made = []
-    for schema, value in zip(spec.overload._schema.arguments, args, strict=False):
-        written = schema.alias_info is not None and schema.alias_info.is_write
-        whole = "cache" in schema.name or schema.name.startswith(("w", "fn", "table", "rope", "gate", "bias"))
-        keep = written or whole or not isinstance(value, torch.Tensor) or not value.numel() or value.dim() == 0
-        made.append(value if keep else spread(value))
-    return tuple(made)
+def _small(
+    spec: ops.OpSpec, shape: Shape, dtype: torch.dtype, place: Place, backend: str, found: dict, empty: dict
+) -> None:
+    """Worst errors of one op at one shape, in both modes where it has them."""
+    counts, worst = TOKEN_COUNTS, {}
+    if backend == "libraries":
+        counts = op_libraries.row_counts(spec.name, shape.index_heads, counts)
+    for rows, call in _calls(spec, shape, dtype, counts, place):
+        args, modes = by_mode(spec, call, backend)
+        for mode, errors in errors_by_mode(spec, args, modes, checked(spec, backend, rows, place)).items():
+            case = case_name(backend, shape.name, mode, spec=spec, dtype=dtype, backend=backend)
+            if rows == 0:
+                bad = int(any(name.endswith("mismatch") for name in errors))
+                empty.setdefault(spec.name, {})[case] = bad
+            merge_worst(worst.setdefault(case, {}), errors)
+    found.setdefault(spec.name, {}).update(worst)
 
 
-@contextmanager
-def fresh_memory_poisoned() -> Iterator[None]:
-    """Every ``torch.empty`` is filled with NaN or the largest integer, as torch's deterministic mode does."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+def free(place: Place) -> None:
+    """Give back what the allocator keeps: other processes need it."""
+    if not place.dry:
+        torch.cuda.empty_cache()
+
+
+def mhc_rows(place: Place, record: Record, backend: str) -> None:
+    """mHC between 129 and 8,192 rows, where the number of parts of its products falls from 44 to 1; whole results."""
+    for name, (width, shape) in ((n, w) for n in op_libraries.TILELANG for w in _WIDTHS.items()):
+        with record.block("ops") as (found,), using_backend(backend, place), torch.no_grad():
+            spec, case_of = ops.spec(name), partial(case_name, backend, width, spec=ops.spec(name), backend=backend)
+            for rows in (5,) if place.dry else MHC_COUNTS:
+                args, modes = by_mode(spec, CALLS[name](tiny if place.dry else shape, rows, place.device), backend)
+                around = checked(spec, backend, rows, place)
+                for mode, errors in errors_by_mode(spec, args, modes, around).items():
+                    found.setdefault(name, {})[case_of(rows, mode, dtype=torch.bfloat16)] = errors
+        free(place)
 
 
 def large(place: Place, record: Record, width: str, part: str, backend: str) -> None:
     """8,192 rows of every model op at Flash or Pro shapes, in bf16."""
-    shape, rows = (tiny, 65) if place.dry else (few_experts({"flash": flash, "pro": pro}[width]), 8192)
+    shape, rows = (tiny, 65) if place.dry else (few_experts(_WIDTHS[width]), 8192)
     seconds = record.samples.setdefault("ops_large_seconds", {}).setdefault(f"{width}.{backend}", {})
     for spec in _specs(part):
-        if spec.role != "model" or (backend == "libraries" and not spec.name.startswith(LIBRARY_GEMMS)):
+        if spec.role not in ("model", "part") or (backend == "libraries" and spec.name not in op_libraries.OPS):
             continue
-        began = time.perf_counter()
-        with record.block("ops_large") as (found,), using_backend(backend, place), torch.no_grad():
-            args, kwargs = _example(spec, shape, rows, torch.bfloat16, place)
-            case = f"{width}.{rows}.bfloat16" if backend == "triton" else f"{width}.{rows}.{backend}.bfloat16"
-            found.setdefault(spec.name, {})[case] = errors_of(spec, args, kwargs)
-        args = None
-        seconds[spec.name] = round(time.perf_counter() - began, 1)
-        if not place.dry:
-            torch.cuda.empty_cache()
+        if backend == "libraries" and not op_libraries.row_counts(spec.name, shape.index_heads, (rows,)):
+            continue  # of a dry run
+        _whole(spec, shape, width, rows, place, record, backend, seconds)
 
 
-def rows_32768(place: Place, record: Record, backend: str) -> None:
-    """Pro at 32,768 rows, where queries have 2^31 elements: errors of some rows, and of the last element.
+def _whole(
+    spec: ops.OpSpec, shape: Shape, width: str, rows: int, place: Place, record: Record, backend: str, seconds: dict
+) -> None:
+    """Errors of all rows of one call with arguments of the op's example."""
+    began = time.perf_counter()
+    with record.block("ops_large") as (found,), using_backend(backend, place), torch.no_grad():
+        args, modes = by_mode(spec, _example(spec, shape, rows, torch.bfloat16, place), backend)
+        for mode, errors in errors_by_mode(spec, args, modes, checked(spec, backend, rows, place)).items():
+            library = "" if backend == "triton" else backend
+            case = case_name(width, rows, library, mode, spec=spec, dtype=torch.bfloat16, backend=backend)
+            found.setdefault(spec.name, {})[case] = errors
+    args = None
+    seconds[spec.name] = round(time.perf_counter() - began, 1)
+    free(place)
 
-    The references work on slices of rows, which is the same because no row of these ops sees another one.
-    """
-    rows = 65 if place.dry else 32768
-    shape = replace(tiny, hidden=64) if place.dry else pro
-    names = CALLS if backend == "triton" else tuple(name for name in CALLS if name.startswith("mhc"))
-    for name in names:
-        with record.block("ops_large", "ops_last_element") as (found, last), using_backend(backend, place):
-            spec, (args, kwargs) = ops.spec(name), CALLS[name](shape, rows, place.device)
-            got = outputs(spec, args, kwargs)
-            size = min(256, rows)
-            worst: dict[str, float] = {}
-            for first in (0, (rows - size) // 2, rows - size):
-                part = tuple(
-                    a[first : first + size].contiguous() if torch.is_tensor(a) and a.shape[:1] == (rows,) else a
-                    for a in args
-                )
-                with _runtime.use_references():
-                    want = outputs(spec, part, kwargs)
-                for index, (a, b) in enumerate(zip(got, want, strict=True)):
-                    if a.shape[0] == rows:  # caches are written by all rows of the call: compared elsewhere
-                        errors = distance(a[first : first + size], b)
-                        merge_worst(worst, {f"{index}.{kind}": value for kind, value in errors.items()})
-            suffix = "" if backend == "triton" else f"{backend}."
-            found.setdefault(name, {})[f"pro.{rows}.{suffix}bfloat16"] = worst
-            a, b = (t[0].reshape(-1)[-1].double() for t in (got, want))
-            last[f"{name}.{suffix}0"] = ((a - b).abs() / b.abs().clamp_min(1e-3) * 256).item()
-        got = want = args = part = None
-        if not place.dry:
-            torch.cuda.empty_cache()
+
+def rows_32768_examples(place: Place, record: Record) -> None:
+    """Model ops of which no tensor comes near 2^31 elements, at Pro with 32,768 rows: whole results, up to 12 GB."""
+    shape, rows = (tiny, 65) if place.dry else (few_experts(pro), 32768)
+    seconds = record.samples.setdefault("ops_large_seconds", {}).setdefault("pro.32768", {})
+    for spec in ops.specs().values():
+        if spec.role in ("model", "part") and spec.name not in CALLS:
+            _whole(spec, shape, "pro", rows, place, record, "triton", seconds)
 
 
 def long_positions(place: Place, record: Record) -> None:
@@ -197,20 +219,17 @@ def long_positions(place: Place, record: Record) -> None:
 
 
 def indexer_memory(place: Place, record: Record, backend: str) -> None:
-    """Peak memory of index scores beyond their inputs and their result, over the bound that the op states."""
+    """Peak memory of index scores beyond their inputs and their result, over the bound that the op states.
+
+    With libraries in the formats that DeepGEMM serves: e4m3 queries, an FP8 cache, fp32 scores.
+    """
     with record.block("indexer_temporaries") as (found,), using_backend(backend, place), torch.no_grad():
         rows, context = (8, 1024) if place.dry else (8192, 65536)
-        g = torch.Generator(device=place.device).manual_seed(0)
-        blocks, kind = context // 256, {"device": place.device, "generator": g}
-        q = torch.randn(rows, 64, 128, **kind).to(torch.bfloat16)
-        weights = torch.randn(rows, 64, **kind)
-        cache = torch.randn(blocks, 64, 128, **kind).to(torch.bfloat16)
-        positions = torch.arange(context - rows, context, device=place.device)
-        requests = torch.zeros(rows, dtype=torch.int32, device=place.device)
-        table = torch.randperm(blocks, **kind).int().view(1, -1)
-        arguments = (q, weights, cache, positions, requests, table)
-        options = {"ratio": 4, "dtype": torch.bfloat16, "deterministic": False}
-        scores = ops.indexer_logits(*arguments, **options)
+        shape = replace(flash, index_heads=64, max_context=context)
+        spec = ops.spec("indexer_logits")
+        args, modes = by_mode(spec, indexer_logits(shape, rows, place.device), backend)
+        with checked(spec, backend, rows, place)():
+            scores = ops.indexer_logits(*args, **modes[""])
         if place.dry:
             return
         size = scores.numel() * scores.element_size()
@@ -218,7 +237,7 @@ def indexer_memory(place: Place, record: Record, backend: str) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        ops.indexer_logits(*arguments, **options)
+        ops.indexer_logits(*args, **modes[""])
         torch.cuda.synchronize()
         found[backend] = {
             "peak_bytes": torch.cuda.max_memory_allocated(), "before_bytes": before + size,

@@ -103,9 +103,10 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> dict[str, float]:
         reference_square += torch.where(special, 0.0, b.double()).square().sum().item()
         worst, count = max(worst, error.abs().max().item()), count + int((~special).sum())
     if not count:
-        return {"rms": 0.0}
+        return {"rms": 0.0, "max": 0.0, "peak": 0.0}
     relative = (square / reference_square) ** 0.5 if reference_square else worst
-    return {"rms": relative, "max": worst, "peak": _peak(got, want, (reference_square / count) ** 0.5) if worst else 0.0}
+    peak = _peak(got, want, (reference_square / count) ** 0.5) if worst else 0.0
+    return {"rms": relative, "max": worst, "peak": peak}
 
 
 def _chunks(got: torch.Tensor, want: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from itertools import product
 from typing import Any, Literal
 
 from . import suites
@@ -80,6 +79,7 @@ def _all() -> dict[str, Section]:
         "bad_lengths": Section("cases.bad_lengths", ("case_C5", "case_C6")),
         "public_cases": Section("cases.public_cases", ("case_C3", "case_C5", "case_C6", "case_C8", "case_C11")),
         "processes": Section("cases.processes", ("case_C1", "case_C12")),
+        "rows_32768.examples": Section("op_checks.rows_32768_examples", ("ops_large",)),
         "long_positions": Section("op_checks.long_positions", ("ops_long_positions",)),
     }  # fmt: skip
     for backend in BACKENDS:
@@ -88,7 +88,8 @@ def _all() -> dict[str, Section]:
         made |= {
             f"official.{backend}": Section("nano.official", official, **given),
             f"batches.{backend}": Section("replay.batch_independence", ("batch_independence",), **given),
-            f"rows_32768.{backend}": Section("op_checks.rows_32768", ("ops_large", "ops_last_element"), **given),
+            f"rows_32768.{backend}": Section("op_rows.rows_32768", ("ops_large", "ops_last_element"), **given),
+            f"mhc_rows.{backend}": Section("op_checks.mhc_rows", ("ops",), **given),
             f"indexer.{backend}": Section("op_checks.indexer_memory", ("indexer_temporaries",), **given),
         }
     for run in REPLAY_RUNS:
@@ -98,13 +99,14 @@ def _all() -> dict[str, Section]:
         points = ("zero_compilations", "zero_loads")
         made[f"sweep.{run}"] = Section("jit.sweep", points, arguments={"run": run})
     small = ("ops", "case_C8", "ops_layouts", "ops_poisoned")
-    for backend, part in (("triton", "0/3"), ("triton", "1/3"), ("triton", "2/3"), ("libraries", "0/1")):
+    for backend, part in (*(("triton", f"{i}/4") for i in range(4)), ("libraries", "0/2"), ("libraries", "1/2")):
         made[f"ops.{backend}.{part[0]}"] = Section(
             "op_checks.small", small, arguments={"part": part, "backend": backend}
         )
-    for width, part in product(WIDTHS, ("0/2", "1/2")):
-        made[f"ops_large.{width}.{part[0]}"] = _large(width, part, "triton")
-    made["ops_large.flash.libraries"] = _large("flash", "0/1", "libraries")
+    for width in WIDTHS:
+        for part in ("0/3", "1/3", "2/3"):
+            made[f"ops_large.{width}.{part[0]}"] = _large(width, part, "triton")
+        made[f"ops_large.{width}.libraries"] = _large(width, "0/1", "libraries")
     for part in suites.PARTS:
         made[f"suite.{part}"] = Section("suites.suite", ("gpu_tests",), arguments={"part": part})
     made["first_request"] = Section("speed.first_request", ("first_request",), "last", 90, prepare="servers")
@@ -132,40 +134,49 @@ GROUPS: dict[tuple[str, ...], float] = {
     ("replay.exact.full", "replay.exact.full.deterministic", "batches.triton"): 900,
     ("official.triton", "bad_lengths", "expert_memory"): 900,
     ("suite.engine",): 100,
-    ("suite.deep_gemm",): 80,
     ("official.libraries", "batches.libraries"): 85,
+    ("suite.deep_gemm",): 80,
+    ("rows_32768.libraries", "mhc_rows.libraries"): 78,
     ("suite.capture",): 75,
     ("replay.official.piecewise.libraries.deterministic",): 75,
-    ("rows_32768.libraries", "replay.official.piecewise.libraries"): 75,
+    ("ops.libraries.1",): 72,
+    ("ops.triton.2",): 71,
     ("mhc_compilations",): 70,
+    ("ops.libraries.0",): 68,
     ("sweep.flash.full.libraries",): 66,
     ("sweep.flash.piecewise.libraries",): 65,
     ("processes",): 62,
     ("replay.exact.piecewise", "layers_43"): 62,
+    ("ops.triton.3",): 60,
+    ("rows_32768.examples",): 60,
     ("replay.official.piecewise", "replay.official.piecewise.deterministic"): 59,
+    ("rows_32768.triton", "mhc_rows.triton"): 55,
     ("indexer.libraries", "replay.official.full.libraries", "replay.official.full.libraries.deterministic"): 53,
     ("sweep.pro.full.libraries",): 52,
     ("sweep.pro.piecewise.libraries",): 52,
-    ("ops.libraries.0",): 50,
-    ("ops.triton.1",): 48,
-    ("ops.triton.2",): 46,
-    ("public_cases",): 44,
-    ("sweep.pro.piecewise.triton",): 41,
+    ("ops_large.pro.1",): 50,
+    ("replay.official.piecewise.libraries",): 50,
+    ("ops_large.pro.libraries",): 48,
     ("replay.exact.piecewise.deterministic",): 45,
+    ("public_cases",): 44,
+    ("ops_large.flash.libraries",): 42,
+    ("sweep.pro.piecewise.triton",): 41,
     ("suite.experts",): 40,
     ("replay.official.full", "replay.official.full.deterministic"): 37,
     ("suite.rest",): 36,
     ("sweep.flash.piecewise.triton",): 36,
-    ("ops_large.pro.1",): 35,
+    ("ops.triton.1",): 35,
+    ("ops_large.pro.0",): 35,
+    ("ops_large.flash.1",): 33,
     ("ops.triton.0",): 33,
-    ("rows_32768.triton", "long_positions", "indexer.triton"): 29,
-    ("ops_large.pro.0",): 28,
+    ("ops_large.pro.2",): 28,
     ("suite.mhc",): 26,
+    ("long_positions", "indexer.triton"): 25,
     ("prewarm_off", "prewarm_order"): 23,
 }
 """Sections that share a process, since to import everything and to reach the GPU takes as long as many of them; and
-where a process stands among those that run together. Numbers are seconds as an H200 took them: whoever takes longest
-begins first, so that none is alone at the end. Before them stand the short ones of most weight, with 900."""
+where a process stands among those that run together. Numbers are seconds as an H200 took them, or about what it will
+take for what is new: whoever takes longest begins first, so that none is alone at the end. Before them stand the short ones of most weight, with 900."""
 _OTHERS = 25
 
 
