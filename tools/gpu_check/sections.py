@@ -176,7 +176,8 @@ GROUPS: dict[tuple[str, ...], float] = {
 }
 """Sections that share a process, since to import everything and to reach the GPU takes as long as many of them; and
 where a process stands among those that run together. Numbers are seconds as an H200 took them, or about what it will
-take for what is new: whoever takes longest begins first, so that none is alone at the end. Before them stand the short ones of most weight, with 900."""
+take for what is new: whoever takes longest begins first, so that none is alone at the end. Before them stand the short
+ones of most weight, with 900."""
 _OTHERS = 25
 
 
