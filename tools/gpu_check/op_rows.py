@@ -1,6 +1,7 @@
 """Pro at 32,768 rows and beyond, where tensors have 2^31 elements: compared where a wrong offset would show."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +18,7 @@ from .op_libraries import OPS, by_mode, case_name, checked
 from .place import Place
 
 Wanted = list[tuple[torch.Tensor, torch.Tensor]]  # per output: places, as a tensor is indexed, and values
+SHAPE = replace(few_experts(pro), max_context=1 << 20)
 _BORDER = 1 << 31
 _BAND, _RANDOM = 128, 256  # rows compared at each place, and anywhere
 _AT_A_TIME = 256  # rows of one call of the reference: all of them would need as much memory as the op's tensors
@@ -34,7 +36,7 @@ def rows_32768(place: Place, record: Record, backend: str) -> None:
     for name, beyond, call, rows in calls:
         if backend == "libraries" and (name not in OPS or (place.dry and name == "indexer_logits")):
             continue
-        shape = tiny if place.dry else few_experts(pro)
+        shape = tiny if place.dry else SHAPE
         with record.block("ops_large", "ops_last_element") as (found, last), using_backend(backend, place):
             _compare(name, call, shape, rows, place, backend, found.setdefault(name, {}), last, beyond)
         free(place)
@@ -61,7 +63,9 @@ def _compare(
         with checked(spec, backend, rows, place)(), fresh_memory_poisoned():
             got = outputs(spec, _fresh(spec, args, rows), kwargs, clone=False)
         if not wanted:
-            picked = _picked([t for t in (*args, *got) if isinstance(t, torch.Tensor)], rows)
+            of_rows = [t for t in (*args, *got) if isinstance(t, torch.Tensor) and rows in t.shape[:2]]
+            widest = max(of_rows, key=torch.numel)
+            picked = _picked(rows, widest.numel() // rows, widest.element_size()).to(place.device)
             wanted = [_wanted(spec, args, kwargs, rows, part) for part in picked.split(_AT_A_TIME)]
         errors: dict[str, float] = {}
         for index, tensor in enumerate(got):
@@ -86,17 +90,14 @@ def _fresh(spec: ops.OpSpec, args: tuple, rows: int) -> tuple:
     )
 
 
-def _picked(tensors: list[torch.Tensor], rows: int) -> torch.Tensor:
-    """Numbers of the rows to compare: the first, the last, those around element 2^31 and around byte 2^31 of the widest
-    tensor, and random ones; ascending."""
-    of_rows = [t for t in tensors if rows in t.shape[:2]]
-    widest = max(of_rows, key=torch.numel)
-    width = widest.numel() // rows
-    borders = (_BORDER // width, _BORDER // (width * widest.element_size()))
+def _picked(rows: int, width: int, itemsize: int) -> torch.Tensor:
+    """Numbers of the rows to compare: the first, the last, those around element 2^31 and around byte 2^31 of a tensor
+    with ``width`` elements of ``itemsize`` bytes in a row, and random ones; ascending."""
+    borders = (_BORDER // width, _BORDER // (width * itemsize))
     firsts = (0, rows - _BAND, *(border - _BAND // 2 for border in borders))
     bands = [torch.arange(max(0, first), min(rows, first + _BAND)) for first in firsts if first < rows]
     random = torch.randperm(rows, generator=torch.Generator().manual_seed(0))[:_RANDOM]
-    return torch.cat((*bands, random)).unique().to(widest.device)
+    return torch.cat((*bands, random)).unique()
 
 
 def _wanted(spec: ops.OpSpec, args: tuple, kwargs: dict, rows: int, part: torch.Tensor) -> Wanted:
