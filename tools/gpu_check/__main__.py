@@ -8,6 +8,7 @@ import ctypes
 import gc
 import json
 import logging
+import re
 import subprocess
 import sys
 import time
@@ -46,6 +47,9 @@ def main() -> int:
 def _run(arguments: argparse.Namespace) -> int:
     from .report import run_all
 
+    if wrong := _misuse(arguments):
+        print(f"error: {wrong}", file=sys.stderr)
+        return 2
     if not arguments.dry and not _reaches_gpu():
         print("a run must be on a machine whose driver finds a GPU, got none; --dry shows that the code runs")
         return 2
@@ -53,6 +57,21 @@ def _run(arguments: argparse.Namespace) -> int:
     cache = arguments.out.resolve() / "caches"
     report = run_all(Place(arguments.dry, cache=cache), arguments.out.resolve(), described, arguments.only)
     return 0 if all(one["pass"] for one in report["points"].values()) else 1
+
+
+def _misuse(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with the arguments of a run, which would otherwise be found after minutes, or never."""
+    from .sections import SECTIONS
+
+    out, described = arguments.out, arguments.described
+    if out.exists() and not out.is_dir():
+        return f"OUT_DIR must be a folder, got the file {out}"
+    if described and not re.fullmatch(r"[0-9a-f]{40}(-dirty)?", described):
+        return f"COMMIT must be 40 hex digits, with -dirty behind them if files differ, got {described!r}"
+    for name in arguments.only:
+        if not any(section.startswith(name) for section in SECTIONS):
+            return f"SECTION must begin the name of one of {', '.join(SECTIONS)}, got {name!r}"
+    return None
 
 
 def _reaches_gpu() -> bool:
