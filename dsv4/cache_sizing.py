@@ -6,7 +6,7 @@ other processes), what capture will take, the transient buffers of a step that r
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from .caches import allocate_caches
 from .config import ModelConfig
 from .engine_config import EngineConfig
+from .ops.shapes import BLOCK_TOKENS
 from .step_loop import cache_pages
 
 GIB = 2**30
@@ -70,12 +71,7 @@ def plan_cache(config: ModelConfig, settings: EngineConfig, memory: DeviceMemory
     """
     if memory is None:
         blocks, source = cache_pages(settings, config.sliding_window)[0], "given" if settings.num_blocks else "default"
-        need, host = cache_bytes(config, settings, blocks), _host_bytes()
-        if need > host:  # the system would grant the memory, and end the process when it is written
-            raise ValueError(
-                f"caches must fit into host memory of {host / GIB:.2f} GiB, got {need / GIB:.2f} GiB for {blocks} "
-                f"blocks (max_seq_len {settings.max_seq_len}, max_requests {settings.max_requests})"
-            )
+        need = check_host_memory(config, settings)
         return CachePlan(num_blocks=blocks, cache_bytes=need, source=source, memory=None)
     room = memory.free - memory.graphs - memory.transient
     if settings.num_blocks is not None:
@@ -102,9 +98,28 @@ def plan_cache(config: ModelConfig, settings: EngineConfig, memory: DeviceMemory
     return CachePlan(num_blocks=blocks, cache_bytes=need, source="measured", memory=memory)
 
 
+def check_host_memory(config: ModelConfig, settings: EngineConfig, *, lower: str | None = None) -> int:
+    """Bytes of the caches of an engine on the CPU.
+
+    Raises:
+        ValueError: the machine has less memory (the system would grant it, and end the process when it is written);
+            names what to ``lower``, by default the settings that decided on the size.
+    """
+    blocks = cache_pages(settings, config.sliding_window)[0]
+    need, host = cache_bytes(config, settings, blocks), _host_bytes()
+    if need > host:
+        sizes = f"max_seq_len ({settings.max_seq_len}) or max_requests ({settings.max_requests})"
+        lower = lower or ("num_blocks" if settings.num_blocks else sizes)
+        raise ValueError(
+            f"caches must fit into host memory of {host / GIB:.2f} GiB, got {need / GIB:.2f} GiB for {blocks} blocks "
+            f"of {BLOCK_TOKENS} tokens: lower {lower}"
+        )
+    return need
+
+
 def cache_bytes(config: ModelConfig, settings: EngineConfig, num_blocks: int) -> int:
     """Bytes of the caches of an engine with ``num_blocks`` blocks."""
-    blocks, pages = cache_pages(replace(settings, num_blocks=num_blocks), config.sliding_window)
+    blocks, pages = cache_pages(settings.with_blocks(num_blocks), config.sliding_window)
     caches = allocate_caches(
         config, settings.execution, num_blocks=blocks, num_window_pages=pages, num_slots=settings.max_requests,
         storage=settings.storage, max_draft=settings.draft_tokens, device=torch.device("meta"),

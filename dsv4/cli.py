@@ -35,6 +35,7 @@ from .cli_support import (
     out_of_memory,
     read_json,
     show_prewarm,
+    sized_for,
     token_ids,
     vocab_size,
 )
@@ -59,11 +60,13 @@ def generate(
     prompt: Annotated[list[str], typer.Option(help="Prompt text; repeat for a batch.")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1].")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampler.")] = None,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1]; only with a temperature.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampler; only with a temperature.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt as one user turn of a chat.")] = False,
     draft_tokens: Annotated[int, typer.Option(help="Tokens drafted by the MTP block per step; 0 = off.")] = 0,
-    max_seq_len: Annotated[int, typer.Option(help="Longest sequence in tokens.")] = 4096,
+    max_seq_len: Annotated[
+        int | None, typer.Option(help="Longest sequence in tokens; default: 4096, doubled until every prompt fits.")
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print text to stderr as it is generated.")] = False,
     *,
     engine: EngineOptions,
@@ -74,12 +77,15 @@ def generate(
     from .engine import Engine
     from .sampling import SamplingParams
 
-    settings = engine.settings(draft_tokens=draft_tokens, max_seq_len=max_seq_len)
+    settings = engine.settings(
+        draft_tokens=draft_tokens, **({} if max_seq_len is None else {"max_seq_len": max_seq_len})
+    )
     if stream and len(prompt) > 1:
         raise ValueError(f"--stream must come with one prompt, whose text it prints as it grows, got {len(prompt)}")
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens)
     texts = [encode_messages([{"role": "user", "content": p}], thinking=False) for p in prompt] if chat else prompt
-    check_prompts(model, prompt, texts, settings, max_new_tokens)
+    lengths = check_prompts(model, prompt, texts, max_seq_len, max_new_tokens)
+    settings = sized_for(settings, model, lengths, max_seq_len)
     on_token = (lambda event: print(event.text, end="", file=sys.stderr, flush=True)) if stream else None
     serving = Engine.from_checkpoint(model, settings)
     completions, run = serving.generate_with_stats(texts, params, on_token=on_token)
@@ -124,7 +130,7 @@ def score(
         if "tokens" not in value:
             raise ValueError(f"tokens file must be a list or an object with key 'tokens', got keys {sorted(value)[:8]}")
         value = value["tokens"]
-    settings = engine.settings(max_seq_len=window, max_requests=1)
+    settings = engine.settings_for(window)
     ids = token_ids(value, vocab_size(model), "tokens")
     if not evaluate.window_starts(len(ids), window):
         raise ValueError(f"tokens must be at least {window + 3} for one window of {window}, got {len(ids)}")
@@ -165,10 +171,9 @@ def logits(
     if not isinstance(lists, list) or not lists:
         got = "an empty list" if lists == [] else type(lists).__name__
         raise ValueError(f"prompts file must hold a non-empty list of token id lists, got {got}")
-    settings = engine.settings(max_requests=1)
     vocab = vocab_size(model)
     lists = [token_ids(ids, vocab, f"prompt {index}") for index, ids in enumerate(lists)]
-    settings = dataclasses.replace(settings, max_seq_len=max(map(len, lists)))
+    settings = engine.settings_for(max(map(len, lists)))
     runner = Engine.from_checkpoint(model, settings).runner
     found = {f"logits_{index}": evaluate.last_logits(runner, ids, chunk=chunk) for index, ids in enumerate(lists)}
     for name, value in found.items():
@@ -182,7 +187,7 @@ def logits(
 
 
 @app.command()
-@engine_options("graphs", "compile_cache", numerics="official", graphs="off")
+@engine_options("graphs", "debug_graphs", "compile_cache", numerics="official", graphs="off")
 def compare(
     model: Model,
     layers: Annotated[Path, typer.Option(help="safetensors file of recorded sublayer inputs and outputs.")],
@@ -203,7 +208,7 @@ def compare(
     except (OSError, SafetensorError) as error:
         raise ValueError(f"layers file must be a readable safetensors file, got {layers}: {error}") from error
     longest = max((t.numel() for name, t in recorded.items() if name.endswith(".ids")), default=1)
-    settings = engine.settings(max_seq_len=max(longest, 1), max_requests=1)
+    settings = engine.settings_for(longest)
     result = evaluate.compare(Engine.from_checkpoint(model, settings).runner, recorded)
 
     def show(p: dict[str, Any]) -> None:
@@ -242,8 +247,9 @@ def inspect(
 
 @app.command()
 @engine_options(
-    "compile", "graphs", "compile_cache", "deterministic", compile="off", numerics="official", device="cuda"
-)
+    "compile", "graphs", "debug_graphs", "compile_cache", "deterministic",
+    compile="off", numerics="official", device="cuda",
+)  # fmt: skip
 def prewarm(
     model: Annotated[Path, typer.Argument(help="Checkpoint directory, or a config.json alone.")],
     token_budget: Annotated[int, typer.Option(help="Most rows of a step.")] = 8192,
@@ -267,21 +273,27 @@ def prewarm(
 def synth(
     config: Annotated[Path, typer.Argument(help="config.json or a directory holding one.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; must not hold files.")],
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights, in [0, 2**63).")] = 0,
     layers: Annotated[int | None, typer.Option(help="Override num_hidden_layers.")] = None,
     experts: Annotated[int | None, typer.Option(help="Override n_routed_experts.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a synthetic checkpoint in the official layout."""
+    """Write a synthetic checkpoint in the official layout, with the tokenizer that lies beside the config, if any."""
     from .config import ModelConfig
     from .synth import write_synthetic
 
     overrides = {"num_hidden_layers": layers, "n_routed_experts": experts}
     report = write_synthetic(
-        ModelConfig.from_json(config), out, seed=seed, **{k: v for k, v in overrides.items() if v is not None}
-    )
+        ModelConfig.from_json(config), out, seed=seed, tokenizer_dir=config if config.is_dir() else config.parent,
+        **{k: v for k, v in overrides.items() if v is not None},
+    )  # fmt: skip
     payload = {"out": str(out)} | dataclasses.asdict(report)
-    emit(as_json, payload, lambda p: print(", ".join(f"{k} {v}" for k, v in p.items())))
+
+    def show(p: dict[str, Any]) -> None:
+        copied = " and ".join(p["copied"]) or "no tokenizer"
+        print(f"{p['parameters']:,} parameters, {p['tensors']} tensors in {p['bytes']:,} bytes; copied {copied}")
+
+    emit(as_json, payload, show)
 
 
 def _end(argv: list[str], code: int, message: str, payload: dict[str, Any] | None = None) -> NoReturn:

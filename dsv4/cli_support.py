@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -38,6 +38,9 @@ class EngineOptions:
     graphs: Annotated[
         str | None, typer.Option(help="CUDA graphs: off, piecewise, full or auto; default: auto on CUDA.")
     ] = None
+    debug_graphs: Annotated[
+        bool, typer.Option("--debug-graphs", help="Compare the addresses that graphs read before every replay; slow.")
+    ] = False
     mhc_backend: Annotated[str, typer.Option(help="Hyper-connection kernels on CUDA: triton or tilelang.")] = "triton"
     gemm_backend: Annotated[str, typer.Option(help="FP8 product kernels on CUDA: triton or deep_gemm.")] = "triton"
     expert_weights: Annotated[str, typer.Option(help="FP4 experts in memory: fp4, or fp8 re-encoded without loss.")] = (
@@ -51,7 +54,8 @@ class EngineOptions:
         """Of an engine; ``more`` are fields that have no option here.
 
         Raises:
-            ValueError, NotImplementedError: naming the option, its rule and its value.
+            ValueError, NotImplementedError: naming the option, its rule and its value. An option that can have no
+                effect beside the others is refused too (``dsv4.options``).
         """
         from .config import default_compile_cache
         from .engine_config import CompileMode, EngineConfig
@@ -62,7 +66,12 @@ class EngineOptions:
         choice("numerics", self.numerics, get_args(NumericsMode))
         choice("compile", self.compile, get_args(CompileMode))
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return EngineConfig(**given | {"compile_cache": str(self.compile_cache or default_compile_cache())} | more)
+        cache = self.compile_cache or (default_compile_cache() if self.compile != "off" else None)
+        return EngineConfig(**given | {"compile_cache": None if cache is None else str(cache)} | more)
+
+    def settings_for(self, longest: int) -> "EngineConfig":
+        """Of an engine that only evaluates, one sequence of up to ``longest`` tokens at a time."""
+        return self.settings(max_seq_len=max(longest, 2), max_requests=1)
 
 
 def engine_options(*without: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -163,16 +172,19 @@ def completion_payload(prompt: str, completion: "Completion") -> dict[str, Any]:
 
 
 def check_prompts(
-    model: Path, prompts: Sequence[str], texts: Sequence[str], settings: "EngineConfig", max_new_tokens: int
-) -> None:
+    model: Path, prompts: Sequence[str], texts: Sequence[str], max_seq_len: int | None, max_new_tokens: int
+) -> list[int]:
     """Refuse a batch before any weight is read, if its tokenizer is absent or none of its prompts can be served.
 
     Args:
         model: checkpoint directory.
         prompts: as given.
         texts: as the model gets them, one per prompt.
-        settings: of the engine.
+        max_seq_len: as given.
         max_new_tokens: of every prompt.
+
+    Returns:
+        Tokens, prompt and completion together, of every prompt that can be served.
     """
     from .completion import Completion
     from .config import ModelConfig
@@ -180,19 +192,45 @@ def check_prompts(
     from .scheduler import check_length
     from .tokenizer import Tokenizer
 
-    ModelConfig.from_json(model)
-    if settings.max_seq_len < 2:
-        raise ValueError(f"max_seq_len must be at least 2 for a prompt and a new token, got {settings.max_seq_len}")
-    tokenizer, errors = Tokenizer.from_dir(model), []
+    longest = max_seq_len or ModelConfig.from_json(model).max_position_embeddings
+    tokenizer, lengths, errors = Tokenizer.from_dir(model), [], []
     for index, text in enumerate(texts):
         try:
             length = len(encode_prompt(text, tokenizer))
-            check_length(f"request 'r{index + 1}'", length, max_new_tokens, settings.max_seq_len)
+            check_length(f"request 'r{index + 1}'", length, max_new_tokens, longest)
         except ValueError as error:
             errors.append(str(error))
-    if errors and len(errors) == len(prompts):
+        else:
+            lengths.append(length + max_new_tokens)
+    if not lengths:
         refused = [completion_payload(p, Completion.refused("", e)) for p, e in zip(prompts, errors, strict=True)]
         raise AllRefusedError(errors, {"completions": refused})
+    return lengths
+
+
+def sized_for(settings: "EngineConfig", model: Path, lengths: Sequence[int], max_seq_len: int | None) -> "EngineConfig":
+    """``settings`` with room for sequences of ``lengths`` tokens, and on the CPU, whose free memory nobody measures,
+    with no more cache than those take that run at once.
+
+    Pieces are compiled for a ``max_seq_len``: unless it was given it is one of few, so that they are found again.
+    """
+    from .cache_sizing import check_host_memory
+    from .config import ModelConfig
+    from .ops.shapes import BLOCK_TOKENS
+
+    config, longest = ModelConfig.from_json(model), settings.max_seq_len
+    if max_seq_len is None:
+        while longest < max(lengths):
+            longest *= 2
+        longest = min(longest, config.max_position_embeddings)
+    requests = min(len(lengths), settings.max_requests)
+    settings = replace(settings, max_seq_len=longest, max_requests=requests)
+    if settings.device != "cpu":
+        return settings
+    blocks = sorted(-(-length // BLOCK_TOKENS) for length in lengths)
+    settings = replace(settings, num_blocks=sum(blocks[-requests:]))
+    check_host_memory(config, settings, lower="max_new_tokens, or the length or number of prompts")
+    return settings
 
 
 def out_of_memory(error: BaseException) -> str | None:

@@ -6,12 +6,16 @@ the device's memory (``gpu_memory_utilization`` or ``num_blocks``).
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from .cache_sizing import check_host_memory
 from .checkpoint import Checkpoint
 from .compile_stage import check_compile_cache
 from .completion import Completion, RunStats, Timings, TokenEvent
@@ -55,6 +59,14 @@ class _Live:
             self.text.append(text)
             reason = self.request.finish_reason if ends else None
             yield TokenEvent(prompt_idx=self.prompt_idx, token_id=token, text=text, finish_reason=reason)
+
+
+@dataclass
+class _Batch:
+    """A checked batch: what can be served by request id, and the other prompts by index."""
+
+    live: dict[str, _Live] = field(default_factory=dict)
+    refused: dict[int, Completion] = field(default_factory=dict)
 
 
 class Engine:
@@ -104,6 +116,8 @@ class Engine:
         settings, path = settings or EngineConfig(), Path(path)
         config = ModelConfig.from_json(path)
         _check_settings(config, settings)
+        if torch.device(settings.device).type == "cpu":
+            check_host_memory(config, settings)  # what a GPU has left is known later
         tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
         started, execution, warmed = time.perf_counter(), settings.execution, 0.0
 
@@ -170,7 +184,7 @@ class Engine:
             piece_load_seconds=sum(s.load for s in seconds),
         )
         assert started.caches is not None
-        settings = replace(settings, num_blocks=started.caches.num_blocks)
+        settings = settings.with_blocks(started.caches.num_blocks)
         engine = cls(model.config, settings, runner, tokenizer, timings, started)
         if started.hardware is not None:
             with started.stage("rehearse"):
@@ -230,64 +244,89 @@ class Engine:
         """Complete a batch of prompts.
 
         Args:
-            prompts: texts (a beginning-of-sentence token is prepended unless spelled) or lists of token ids.
+            prompts: texts (a beginning-of-sentence token is prepended unless spelled) or token ids, each a list or a
+                one-dimensional array or tensor of integers.
             params: for all prompts, or one per prompt.
             on_token: called for every committed token, in order.
 
         Returns:
             One completion per prompt, in order, and the totals. A refused prompt has ``error`` set; others are served.
         """
-        stats = RunStats()
+        batch, stats = self._prepare(prompts, params), RunStats()
         found: dict[int, Completion] = {}
-        for completions in self._serve(prompts, params, on_token or (lambda event: None), stats):
+        for completions in self._serve(batch, on_token or (lambda event: None), stats):
             found.update(completions)
         return [found[index] for index in range(len(prompts))], stats
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> Iterator[TokenEvent]:
-        """Yield every token of a batch as it is committed. A refused prompt raises ``ValueError`` before any step."""
+    ) -> Generator[TokenEvent, None, None]:
+        """Yield every token of a batch as it is committed.
+
+        The batch is checked at the call, where a bad prompt raises ``ValueError``, and queued at the first ``next``: a
+        stream that nobody reads holds nothing.
+        """
+        batch = self._prepare(prompts, params)
+        for index, completion in batch.refused.items():
+            raise ValueError(f"prompt {index} was refused: {completion.error}")
+        return self._events(batch)
+
+    def _events(self, batch: _Batch) -> Generator[TokenEvent, None, None]:
         events: list[TokenEvent] = []
-        with closing(self._serve(prompts, params, events.append, RunStats())) as steps:
-            for completions in steps:
-                for index, completion in completions.items():
-                    if completion.error is not None:
-                        raise ValueError(f"prompt {index} was refused: {completion.error}")
+        with closing(self._serve(batch, events.append, RunStats())) as steps:
+            for _ in steps:
                 yield from events
                 events.clear()
 
-    def _serve(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams],
-        on_token: Callable[[TokenEvent], None],
-        stats: RunStats,
-    ) -> Iterator[dict[int, Completion]]:
-        """Run until all prompts are done; yields those that ended, by prompt, after admission and after every step."""
-        if isinstance(prompts, str):
-            raise ValueError(f"prompts must be a list of prompts, got one text: {prompts!r}")
+    def _prepare(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> _Batch:
+        """Check a batch; nothing is queued."""
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, (Sequence, np.ndarray, torch.Tensor)):
+            got = f"one text: {prompts!r}" if isinstance(prompts, str) else repr(prompts)
+            raise ValueError(f"prompts must be a list of prompts, got {got}")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         if not isinstance(each, Sequence) or not all(isinstance(own, SamplingParams) for own in each):
             raise ValueError(f"params must be SamplingParams, or one per prompt, got {params!r}")
         if len(each) != len(prompts):
             raise ValueError(f"params must have one entry per prompt, {len(prompts)}, got {len(each)}")
+        self._check_idle()
+        batch = _Batch()
+        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            self._num_requests += 1
+            request_id = f"r{self._num_requests}"
+            try:
+                request = self._request(request_id, prompt, own)
+            except ValueError as error:
+                batch.refused[index] = Completion.refused(request_id, str(error))
+                continue
+            stream = self.tokenizer.stream() if self.tokenizer else None
+            batch.live[request_id] = _Live(index, request, stream)
+        return batch
+
+    def _check_idle(self) -> None:
         if self._closed:
             raise RuntimeError("an engine must be open to serve prompts, got one that was closed")
         if self.loop.has_work:
             raise RuntimeError("an engine must serve one batch at a time, got another while a stream is open: close it")
-        live: dict[str, _Live] = {}
+
+    def _request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+        check_token_ids(params.stop_token_ids, self.config.vocab_size, "stop_token_ids")
+        ids = encode_prompt(prompt, self.tokenizer)
+        check_token_ids(ids, self.config.vocab_size, "prompt")
+        request = Request(id=request_id, prompt_ids=ids, params=params.with_seed())
+        self.loop.scheduler.check(request)
+        return request
+
+    def _serve(
+        self, batch: _Batch, on_token: Callable[[TokenEvent], None], stats: RunStats
+    ) -> Iterator[dict[int, Completion]]:
+        """Run until all prompts are done; yields those that ended, by prompt, first the refused, then after every
+        step."""
+        self._check_idle()
+        live = dict(batch.live)
         try:
-            refused: dict[int, Completion] = {}
-            for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-                self._num_requests += 1
-                request_id = f"r{self._num_requests}"
-                try:
-                    request = self._admit(request_id, prompt, own)
-                except ValueError as error:
-                    refused[index] = Completion.refused(request_id, str(error))
-                    continue
-                live[request_id] = _Live(index, request, self.tokenizer.stream() if self.tokenizer else None)
-            yield refused
+            for state in live.values():
+                self.loop.add(state.request)
+            yield batch.refused
             started = time.perf_counter()
             while self.loop.has_work:
                 self._step(live, on_token, stats)
@@ -297,14 +336,6 @@ class Engine:
         finally:
             if not self._closed:  # a closed engine has forgotten them
                 self.loop.abandon(s.request for s in live.values() if s.request.state != "finished")
-
-    def _admit(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
-        check_token_ids(params.stop_token_ids, self.config.vocab_size, "stop_token_ids")
-        ids = encode_prompt(prompt, self.tokenizer)
-        check_token_ids(ids, self.config.vocab_size, "prompt")
-        request = Request(id=request_id, prompt_ids=ids, params=params.with_seed())
-        self.loop.add(request)
-        return request
 
     def _step(self, live: dict[str, _Live], on_token: Callable[[TokenEvent], None], stats: RunStats) -> None:
         advances = self.loop.step()

@@ -1,5 +1,6 @@
 """Settings of an engine, validated once and never changed."""
 
+import copy
 from dataclasses import dataclass
 from os import PathLike
 from typing import Literal, get_args
@@ -9,14 +10,20 @@ import torch
 from .execution import CacheStorage, Execution, ExpertWeights, NumericsMode
 from .ops._backends import GemmBackend, MhcBackend
 from .ops.shapes import BLOCK_TOKENS
+from .options import require_left_out
 
 CompileMode = Literal["off", "piecewise", "full"]
 GraphMode = Literal["off", "piecewise", "full", "auto"]
+_CUDA_ONLY = ("graphs", "debug_graphs", "prewarm", "prewarm_workers", "mhc_backend", "gemm_backend",
+              "gpu_memory_utilization")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How an engine loads, compiles, caches and schedules.
+
+    A setting that can have no effect beside the others is refused (``dsv4.options``): one for CUDA on the CPU,
+    ``compile_cache`` without ``compile``, and so on. Defaults, and ``graphs`` ``off`` or ``auto``, are always fine.
 
     Attributes:
         numerics: ``exact`` or ``official``; see ``dsv4.execution.Execution``.
@@ -25,15 +32,14 @@ class EngineConfig:
         compile: ``off`` runs eagerly, ``piecewise`` cuts the traced graph at the boundary ops and compiles the pieces
             between them, ``full`` compiles the whole graph as one piece.
         graphs: CUDA graphs of steps: ``piecewise`` captures the compiled pieces and runs boundary ops between them,
-            ``full`` captures whole steps, ``auto`` is ``full`` wherever every op can be captured; ``off`` is the only
-            choice on the CPU. ``None`` means ``auto`` on CUDA and ``off`` on the CPU. When device memory does not
-            suffice for the capture, ``auto`` logs an error and runs steps eagerly (``engine.started.capture_error``);
-            ``piecewise`` and ``full`` raise.
+            ``full`` captures whole steps, ``auto`` is ``full`` wherever every op can be captured and ``off`` on the
+            CPU; ``None`` means ``auto``. When device memory does not suffice for the capture, ``auto`` logs an error
+            and runs steps eagerly (``engine.started.capture_error``); ``piecewise`` and ``full`` raise.
         debug_graphs: before every replay compare the addresses of what graphs read with those of the capture, and raise
             ``StaleAddressError`` if one moved: inputs of every piece in piecewise graphs, weights and caches in full
             ones. Slow, since pieces are then called through the model (CUDA only, with graphs).
         prewarm: compile and load every kernel before anything is captured or served (CUDA only).
-        prewarm_workers: threads that compile kernels.
+        prewarm_workers: threads that compile kernels (CUDA only).
         mhc_backend: kernels of the hyper-connection ops; one choice per process (CUDA only).
         gemm_backend: kernels of FP8 matrix products and of FP8 indexer scores; one choice per process (CUDA only).
         expert_weights: format in which FP4 experts stay in memory: ``fp4`` as stored, or ``fp8``, re-encoded without
@@ -41,12 +47,12 @@ class EngineConfig:
         boundary_ops: qualified op names at which ``piecewise`` cuts; ``None`` means the default set (attention).
         compile_cache: directory of compiled pieces kept across processes; ``None`` disables it.
         cache_storage: cache row format; ``None`` means fp32 for fp32 activations, bf16 otherwise.
-        max_seq_len: longest sequence in tokens, prompt and completion together.
+        max_seq_len: longest sequence in tokens, prompt and completion together; at least 2, one of each.
         num_blocks: physical 256-token cache blocks; must fit into free memory. ``None`` means, on CUDA, as many as
             ``gpu_memory_utilization`` leaves room for once graphs are known, and on the CPU enough for
             ``max_requests`` full sequences.
         gpu_memory_utilization: share of the device's memory that may be in use, by whomever, once the caches are sized
-            from free memory.
+            from free memory (CUDA only, without ``num_blocks``).
         max_requests: requests running at once.
         token_budget: most rows of one step.
         chunk_tokens: most prefill rows of one request in one step.
@@ -94,10 +100,6 @@ class EngineConfig:
         ):
             if getattr(self, name) not in get_args(choices) and (name, getattr(self, name)) != ("graphs", None):
                 raise ValueError(f"{name} must be one of {list(get_args(choices))}, got {getattr(self, name)!r}")
-        if self.expert_weights == "fp8" and self.numerics != "official":
-            raise ValueError(f"expert_weights 'fp8' must come with numerics 'official', got {self.numerics!r}")
-        if self.graphs not in ("off", None) and device.type != "cuda":
-            raise ValueError(f"graphs must be 'off' on {self.device}, got {self.graphs!r}")
         if self.graphs == "piecewise" and self.compile != "piecewise":
             raise ValueError(f"graphs 'piecewise' must come with compile 'piecewise', got {self.compile!r}")
         if self.compile not in ("off", "piecewise", "full"):
@@ -110,12 +112,11 @@ class EngineConfig:
             raise ValueError(f"boundary_ops must be a tuple of op names, got {names!r}")
         if self.compile_cache is not None and not isinstance(self.compile_cache, (str, PathLike)):
             raise ValueError(f"compile_cache must be a directory or None, got {self.compile_cache!r}")
-        if self.boundary_ops is not None and self.compile != "piecewise":
-            raise ValueError(f"boundary_ops must come with compile 'piecewise', got {self.compile!r}")
-        for name in ("max_seq_len", "max_requests", "token_budget", "chunk_tokens", "prewarm_workers"):
-            _check_positive(name, getattr(self, name))
+        for name in ("max_requests", "token_budget", "chunk_tokens", "prewarm_workers"):
+            _check_count(name, getattr(self, name))
+        _check_count("max_seq_len", self.max_seq_len, 2, ", a prompt and a new token")
         if self.num_blocks is not None:
-            _check_positive("num_blocks", self.num_blocks)
+            _check_count("num_blocks", self.num_blocks)
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
@@ -127,6 +128,30 @@ class EngineConfig:
                 f"{self.max_requests * (1 + self.draft_tokens)} rows, got {self.token_budget}"
             )
         self.execution.check_storage(self.storage)
+        self._check_effects()
+
+    def _check_effects(self) -> None:
+        """Backends are one choice per process, so they count on CUDA even where this engine's numerics need neither."""
+        if torch.device(self.device).type == "cpu":
+            require_left_out(self, _CUDA_ONLY, f"on {self.device}")
+        if self.graphs == "off":
+            require_left_out(self, ("debug_graphs",), "with graphs 'off'")
+        if not self.prewarm:
+            require_left_out(self, ("prewarm_workers",), "with prewarm False")
+        if self.num_blocks is not None:
+            require_left_out(self, ("gpu_memory_utilization",), "with num_blocks")
+        if self.compile != "piecewise":
+            require_left_out(self, ("boundary_ops",), f"with compile {self.compile!r}")
+        if self.compile == "off":
+            require_left_out(self, ("compile_cache",), "with compile 'off'")
+        if self.numerics != "official":
+            require_left_out(self, ("expert_weights",), f"with numerics {self.numerics!r}")
+
+    def with_blocks(self, num_blocks: int) -> "EngineConfig":
+        """These settings with the size that start-up decided on, from ``gpu_memory_utilization`` or otherwise."""
+        decided = copy.copy(self)
+        object.__setattr__(decided, "num_blocks", num_blocks)
+        return decided
 
     @property
     def execution(self) -> Execution:
@@ -138,8 +163,8 @@ class EngineConfig:
 
     @property
     def graph_mode(self) -> GraphMode:
-        """``graphs``, or the device's default."""
-        return self.graphs or ("auto" if torch.device(self.device).type == "cuda" else "off")
+        """``graphs`` as this device has them."""
+        return (self.graphs or "auto") if torch.device(self.device).type == "cuda" else "off"
 
     @property
     def max_rows(self) -> int:
@@ -152,6 +177,6 @@ class EngineConfig:
         return -(-self.max_seq_len // BLOCK_TOKENS)
 
 
-def _check_positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+def _check_count(name: str, value: int, least: int = 1, reason: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}{reason}, got {value!r}")

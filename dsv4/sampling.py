@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .options import MAX_SEED, is_seed, require_left_out
 from .transfer import upload
 
-_MAX_SEED = 2**63
 _FEW_ROWS, _PART = 32, 256  # rows, and tokens of a part
 _UNIFORM_BITS = 52  # u <= 1 - 2^-52: u * total stays below total after rounding to fp64
 
@@ -30,7 +30,7 @@ _UNIFORM_BITS = 52  # u <= 1 - 2^-52: u * total stays below total after rounding
 class SamplingParams:
     """How one request is sampled and when it ends."""
 
-    temperature: float = 0.0  # 0: greedy
+    temperature: float = 0.0  # 0: greedy, without top_p and seed
     top_p: float = 1.0  # smallest set of most probable tokens that reaches this mass; 1: all tokens
     seed: int | None = None  # None: drawn when the request is admitted (with_seed)
     max_new_tokens: int = 128
@@ -40,23 +40,24 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stops = self.stop_token_ids
         finite = _is_number(self.temperature) and 0 <= self.temperature < math.inf
-        seeded = _is_int(self.seed) and 0 <= self.seed < _MAX_SEED
         ids = isinstance(stops, tuple) and all(_is_int(token) and token >= 0 for token in stops)
         _require(finite, "temperature", "a finite number >= 0", self.temperature)
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
-        _require(self.seed is None or seeded, "seed", "None or in [0, 2**63)", self.seed)
+        _require(self.seed is None or is_seed(self.seed), "seed", "None or in [0, 2**63)", self.seed)
         positive = _is_int(self.max_new_tokens) and self.max_new_tokens > 0
         _require(positive, "max_new_tokens", "an int >= 1", self.max_new_tokens)
         _require(ids, "stop_token_ids", "a tuple of ints >= 0", stops)
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", "a bool", self.ignore_eos)
+        if self.greedy:
+            require_left_out(self, ("top_p", "seed"), "with temperature 0")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
     def with_seed(self) -> "SamplingParams":
-        """The same parameters with a seed: a fresh random one where there was none."""
-        return self if self.seed is not None else replace(self, seed=secrets.randbelow(_MAX_SEED))
+        """The same parameters, with a fresh random seed if they need one and have none."""
+        return self if self.greedy or self.seed is not None else replace(self, seed=secrets.randbelow(MAX_SEED))
 
 
 def uniform(seed: int, step: int) -> float:

@@ -84,8 +84,8 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
-    def add(self, request: Request) -> None:
-        """Queue a new request.
+    def check(self, request: Request) -> None:
+        """Raise what :meth:`add` would raise, and queue nothing.
 
         Raises:
             ValueError: the request is not new, its id is in use, its prompt is empty, or it can never fit.
@@ -98,6 +98,10 @@ class Scheduler:
         if not prompt:
             raise ValueError(f"request {request.id!r}: prompt must have at least 1 token, got 0")
         check_length(f"request {request.id!r}", prompt, new, self.max_length)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request; ``ValueError`` as :meth:`check`."""
+        self.check(request)
         request.state, request.token_ids = "waiting", list(request.prompt_ids)
         self.waiting.append(request)
 

@@ -329,7 +329,7 @@ class _Stages:
 
         num_blocks = min(self._on_every_rank("caches", plan))
         with self.started.stage("caches"):
-            given = replace(settings, num_blocks=num_blocks)
+            given = settings.with_blocks(num_blocks)
             self.started.caches = replace(
                 self.started.caches, num_blocks=num_blocks, cache_bytes=cache_bytes(model.config, settings, num_blocks)
             )

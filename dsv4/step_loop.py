@@ -98,7 +98,7 @@ class StepLoop:
             token_budget=s.token_budget,
             max_requests=s.max_requests,
             chunk_tokens=s.chunk_tokens,
-            max_length=max(s.max_seq_len, 2),  # a single token can be evaluated, and followed by one never computed
+            max_length=s.max_seq_len,
             num_blocks=num_blocks,
             num_window_pages=num_window_pages,
             window=self.config.sliding_window,

@@ -8,6 +8,7 @@ quantising a trillion normals afresh would take days.
 
 import json
 import math
+import shutil
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,9 +36,11 @@ from .ops._formats import (
     power_of_two_at_least,
     quantize_fp4,
 )
+from .options import is_seed
 from .weights import byte_progress
 
 STD = 0.02
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _FP4_TABLE_BLOCKS = 1 << 16
 _CENTRES = {"norm.weight": 1.0, "_scale": 0.5}  # mean by name ending, 0 for the rest
 _SPREADS = {"_base": 0.5, "attn_sink": 0.5, "gate.bias": 0.01}  # standard deviation by name ending
@@ -51,6 +54,8 @@ class SynthReport:
     shards: int
     bytes: int
     parameters: int
+    copied: tuple[str, ...]
+    """Files of the tokenizer."""
 
 
 def write_synthetic(
@@ -60,6 +65,7 @@ def write_synthetic(
     seed: int = 0,
     shard_bytes: int = 4 << 30,
     progress: bool = True,
+    tokenizer_dir: str | Path | None = None,
     **overrides: Any,
 ) -> SynthReport:
     """Write a random checkpoint of ``config`` with ``overrides`` applied (:meth:`ModelConfig.resized`).
@@ -68,15 +74,18 @@ def write_synthetic(
         config: the model.
         out_dir: new or empty directory. ``config.json`` and the index are written last, so that an interrupted run
             cannot pass for a checkpoint.
-        seed: the same seed gives the same bytes.
+        seed: in [0, 2**63); the same seed gives the same bytes.
         shard_bytes: tensor data per file; a larger tensor gets a file of its own.
         progress: show a progress bar on stderr.
+        tokenizer_dir: directory whose :data:`TOKENIZER_FILES` are copied, those that are there; they decide no weight.
         **overrides: config fields, e.g. ``num_hidden_layers=4, n_routed_experts=8``.
 
     Raises:
-        ValueError: an invalid override, a directory that holds files, ``shard_bytes`` below 1.
+        ValueError: an invalid override or seed, a directory that holds files, ``shard_bytes`` below 1.
     """
     config = config.resized(**overrides)
+    if not is_seed(seed):
+        raise ValueError(f"seed must be an integer in [0, 2**63), got {seed!r}")
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes must be positive, got {shard_bytes}")
     out_dir = Path(out_dir)
@@ -97,10 +106,15 @@ def write_synthetic(
                     file.write(_as_bytes(next(values), table[name]))
                     advance(_num_bytes(table[name]))
             weight_map |= dict.fromkeys(names, file_name)
+    copied = tuple(name for name in TOKENIZER_FILES if tokenizer_dir and (Path(tokenizer_dir) / name).is_file())
+    for name in copied:
+        shutil.copyfile(Path(tokenizer_dir) / name, out_dir / name)
     (out_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (out_dir / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n")
-    return SynthReport(tensors=len(table), shards=len(shards), bytes=total, parameters=num_parameters(config))
+    return SynthReport(
+        tensors=len(table), shards=len(shards), bytes=total, parameters=num_parameters(config), copied=copied
+    )
 
 
 def _num_bytes(spec: TensorSpec) -> int:

@@ -89,7 +89,8 @@ def sampled_tokens(rows: int = 64, vocabulary: int = 129_280) -> dict[str, Any]:
     logits[1, [90_000, 70]] = 99.0  # a tie
     kinds = ((0.0, 1.0), (0.7, 1.0), (1.0, 0.9), (1.5, 0.5), (1.0, 1e-6))
     params = [
-        SamplingParams(temperature=kinds[row % 5][0], top_p=kinds[row % 5][1], seed=row * 7919) for row in range(rows)
+        SamplingParams(temperature=kinds[row % 5][0], top_p=kinds[row % 5][1], seed=row * 7919 if row % 5 else None)
+        for row in range(rows)
     ]
     params[1] = SamplingParams()
     steps = list(range(rows))

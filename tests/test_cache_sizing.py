@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from dsv4.cache_sizing import DeviceMemory, cache_bytes, plan_cache
 from dsv4.config import flash_config
@@ -19,11 +20,18 @@ def flash_settings(**changes) -> EngineConfig:
     return EngineConfig(**{"numerics": "official", "cache_storage": "fp8", "max_seq_len": 8192} | changes)
 
 
-def test_caches_take_what_is_left():
+@pytest.fixture
+def on_gpu(monkeypatch) -> dict[str, str]:
+    """Settings of an engine on a GPU, which this machine need not have."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return {"device": "cuda"}
+
+
+def test_caches_take_what_is_left(on_gpu):
     """Free memory is shared out to within a block and the allocator's rounding, never beyond."""
     memory = DeviceMemory(free=100 * GIB, total=140 * GIB, graphs=3 * GIB, transient=2 * GIB)
     for changes in ({}, {"gpu_memory_utilization": 0.5}, {"draft_tokens": 2}, {"max_requests": 64}):
-        settings = flash_settings(**changes)
+        settings = flash_settings(**on_gpu, **changes)
         plan = plan_cache(FLASH, settings, memory)
         room = memory.free - memory.graphs - memory.transient - memory.total * (1 - settings.gpu_memory_utilization)
         per_block = cache_bytes(FLASH, settings, 11) - cache_bytes(FLASH, settings, 10)
@@ -46,8 +54,11 @@ def test_caches_larger_than_the_machine_are_refused(monkeypatch):
     monkeypatch.setattr("dsv4.cache_sizing._host_bytes", lambda: need)
     assert plan_cache(FLASH, settings, None).cache_bytes == need
     monkeypatch.setattr("dsv4.cache_sizing._host_bytes", lambda: need - 1)
-    with pytest.raises(ValueError, match="caches must fit into host memory of .* GiB for 32768 blocks"):
+    too_many = "caches must fit into host memory of .* GiB for 32768 blocks of 256 tokens: lower"
+    with pytest.raises(ValueError, match=rf"{too_many} max_seq_len \(1048576\) or max_requests \(8\)"):
         plan_cache(FLASH, settings, None)
+    with pytest.raises(ValueError, match=f"{too_many} num_blocks"):
+        plan_cache(FLASH, settings.with_blocks(32768), None)
 
 
 def test_given_blocks_must_fit():
@@ -64,7 +75,7 @@ def test_given_blocks_must_fit():
         plan_cache(FLASH, settings, replace(memory, free=round(memory.free - 0.1 * GIB)))
 
 
-def test_memory_must_hold_one_sequence():
+def test_memory_must_hold_one_sequence(on_gpu):
     memory = DeviceMemory(free=20 * GIB, total=140 * GIB, graphs=5 * GIB, transient=GIB)
     message = (
         r"free memory must hold the cache of one sequence of max_seq_len 8192, 32 blocks of \d+\.\d+ MiB, within "
@@ -72,7 +83,7 @@ def test_memory_must_hold_one_sequence():
     )
     with pytest.raises(ValueError, match=message):
         plan_cache(FLASH, flash_settings(), memory)
-    assert plan_cache(FLASH, flash_settings(gpu_memory_utilization=1.0), memory).num_blocks >= 32
+    assert plan_cache(FLASH, flash_settings(**on_gpu, gpu_memory_utilization=1.0), memory).num_blocks >= 32
 
 
 def test_caches_are_sized_by_what_the_trial_took(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -11,7 +12,6 @@ from safetensors.torch import load_file
 
 from dsv4 import evaluate
 from dsv4.cli import main
-from dsv4.config import default_compile_cache
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 from dsv4.runner import Runner
@@ -207,9 +207,10 @@ def test_compare(capfd):
     assert all(exact[kind] > bound for kind, bound in BOUNDS.items())
 
 
-KERNEL_FLAGS = ("--mhc-backend", "tilelang", "--gemm-backend", "deep_gemm", "--expert-weights", "fp8")
+KERNEL_FLAGS = ("--device", "cuda", "--mhc-backend", "tilelang", "--gemm-backend", "deep_gemm",
+                "--expert-weights", "fp8")  # fmt: skip
 ALL_FLAGS = ("--numerics", "official", "--deterministic", "--compile", "full", "--compile-cache", "pieces",
-             "--graphs", "off", *KERNEL_FLAGS)  # fmt: skip
+             "--graphs", "full", "--debug-graphs", *KERNEL_FLAGS)  # fmt: skip
 
 
 def test_flags_reach_the_engine(capfd, monkeypatch, tmp_path):
@@ -217,6 +218,7 @@ def test_flags_reach_the_engine(capfd, monkeypatch, tmp_path):
     tokens = write_json(tmp_path / "tokens.json", list(range(3, 40)))
     prompts = write_json(tmp_path / "prompts.json", [[5], [5, 6, 7]])
     asked: list[EngineConfig] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     def from_checkpoint(path, settings: EngineConfig) -> None:
         asked.append(settings)
@@ -232,15 +234,16 @@ def test_flags_reach_the_engine(capfd, monkeypatch, tmp_path):
     layers = ("--layers", GOLDEN / "layers_official.safetensors", *KERNEL_FLAGS)
     assert refused(capfd, "compare", NANO, *layers, "--deterministic") == "seen"
     flags = {
-        "numerics": "official", "deterministic": True, "compile": "full", "compile_cache": "pieces", "graphs": "off",
-        "mhc_backend": "tilelang", "gemm_backend": "deep_gemm", "expert_weights": "fp8",
+        "numerics": "official", "deterministic": True, "compile": "full", "compile_cache": "pieces", "graphs": "full",
+        "debug_graphs": True, "device": "cuda", "mhc_backend": "tilelang", "gemm_backend": "deep_gemm",
+        "expert_weights": "fp8",
     }  # fmt: skip
     assert asked[:3] == [
-        EngineConfig(**flags, max_seq_len=77, draft_tokens=1),
+        EngineConfig(**flags, max_seq_len=77, draft_tokens=1, max_requests=1),
         EngineConfig(**flags, max_seq_len=32, max_requests=1),
         EngineConfig(**flags, max_seq_len=3, max_requests=1),
     ]
-    flags |= {"compile": "off", "compile_cache": str(default_compile_cache())}
+    flags |= {"compile": "off", "compile_cache": None, "graphs": "off", "debug_graphs": False}
     assert asked[3:] == [EngineConfig(**flags, max_seq_len=300, max_requests=1)]
 
 
@@ -250,7 +253,7 @@ def test_flags_reach_the_engine(capfd, monkeypatch, tmp_path):
 def test_synth_writes_a_checkpoint_that_loads(capfd, tmp_path):
     out = tmp_path / "synthetic"
     found = run_json(capfd, "synth", NANO, out, "--layers", 3, "--experts", 7, "--seed", 4)
-    assert set(found) == {"out", "tensors", "shards", "bytes", "parameters"} and found["out"] == str(out)
+    assert set(found) == {"out", "tensors", "shards", "bytes", "parameters", "copied"} and found["out"] == str(out)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert found["bytes"] == index["metadata"]["total_size"] and found["tensors"] == len(index["weight_map"])
     config = json.loads((out / "config.json").read_text())
@@ -258,8 +261,20 @@ def test_synth_writes_a_checkpoint_that_loads(capfd, tmp_path):
     prompts, file = write_json(tmp_path / "prompts.json", [[5, 6, 7]]), tmp_path / "logits.safetensors"
     run_json(capfd, "logits", out, "--prompts", prompts, "--out", file)
     assert load_file(file)["logits_0"].isfinite().all()
-    code, stdout, _ = run(capfd, "generate", out, "--prompt", "no tokenizer", "--compile", "off", "--json")
-    assert code == 2 and "tokenizer.json" in parse(stdout)["error"]
+    assert found["copied"] == ["tokenizer.json", "tokenizer_config.json"]
+    served = run_json(capfd, "generate", out, "--prompt", "And", "--compile", "off", "--max-new-tokens", 3)
+    assert len(served["completions"][0]["token_ids"]) == 3
+
+
+def test_synth_of_a_config_alone(capfd, tmp_path):
+    """Nothing to copy: text prompts are then refused by name."""
+    (tmp_path / "config.json").write_bytes((NANO / "config.json").read_bytes())
+    argv = ("synth", tmp_path / "config.json", tmp_path / "out", "--layers", 1)
+    code, stdout, _ = run(capfd, *argv)
+    assert code == 0 and re.fullmatch(
+        r"6,147,470 parameters, 266 tensors in 6,151,336 bytes; copied no tokenizer\n", stdout
+    )
+    assert "tokenizer.json" in refused(capfd, "generate", tmp_path / "out", "--prompt", "And")
 
 
 # ---- help, streams, interruption -------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What the command line refuses: exit code 2 and one line, before any weight is read wherever that is possible."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsv4 import checkpoint
+from dsv4 import cache_sizing, checkpoint
 from dsv4.cli import main
 from dsv4.engine import Engine
 from dsv4.start_up import CaptureMemoryError
@@ -39,19 +40,31 @@ ARGUMENTS = [
     ((*GENERATE, "--device", "cpu:x"), "device must be cpu, cuda or cuda:<index>, got 'cpu:x'"),
     ((*GENERATE, "--device", "cuda"), "device must be one that torch can use, got cuda"),
     ((*GENERATE, "--device", "cuda:1"), "device must be one that torch can use, got cuda:1"),
-    ((*GENERATE, "--graphs", "full"), "graphs must be 'off' on cpu, got 'full'"),
+    ((*GENERATE, "--graphs", "full"), "graphs must be left out on cpu, where it has no effect, got 'full'"),
+    (
+        (*GENERATE, "--mhc-backend", "tilelang"),
+        "mhc_backend must be left out on cpu, where it has no effect, got 'tilelang'",
+    ),
+    ((*GENERATE, "--gemm-backend", "deep_gemm"), "gemm_backend must be left out on cpu, where it has no effect"),
+    ((*GENERATE, "--expert-weights", "fp8"), "expert_weights must be left out with numerics 'exact', where it has no"),
+    (
+        (*GENERATE, "--compile", "off", "--compile-cache", "x"),
+        "compile_cache must be left out with compile 'off', where",
+    ),
+    ((*GENERATE, "--top-p", 0.9), "top_p must be left out with temperature 0, where it has no effect, got 0.9"),
+    ((*GENERATE, "--seed", 1), "seed must be left out with temperature 0, where it has no effect, got 1"),
     ((*GENERATE, "--graphs", "on"), "graphs must be one of ['off', 'piecewise', 'full', 'auto'], got 'on'"),
     ((*GENERATE, "--mhc-backend", "cute"), "mhc_backend must be one of ['triton', 'tilelang'], got 'cute'"),
     ((*GENERATE, "--gemm-backend", "cute"), "gemm_backend must be one of ['triton', 'deep_gemm'], got 'cute'"),
     ((*GENERATE, "--max-seq-len", 60), "prompt and max_new_tokens must be at most 60 tokens together, got 2 + 64"),
     (("prewarm", NANO, "--device", "cpu"), "device must be a GPU for a prewarm, got cpu"),
     ((*GENERATE, "--max-new-tokens", 0), "max_new_tokens must be an int >= 1, got 0"),
-    ((*GENERATE, "--max-seq-len", 1), "max_seq_len must be at least 2 for a prompt and a new token, got 1"),
+    ((*GENERATE, "--max-seq-len", 1), "max_seq_len must be an integer of at least 2, a prompt and a new token, got 1"),
     ((*GENERATE, "--max-seq-len", 2), "prompt and max_new_tokens must be at most 2 tokens together, got 2 + 64"),
     ((*GENERATE, "--compile-cache", NANO / "config.json"), "config.json: File exists"),
     ((*GENERATE, "--compile-cache", NANO / "config.json" / "below"), "config.json/below: Not a directory"),
     ((*GENERATE, "--compile-cache", "/proc/none"), "compile_cache must be a directory to write to, got /proc/none: "),
-    ((*GENERATE, "--max-seq-len", 0), "max_seq_len must be an integer of at least 1, got 0"),
+    ((*GENERATE, "--max-seq-len", 0), "max_seq_len must be an integer of at least 2, a prompt and a new token, got 0"),
     ((*GENERATE, "--max-seq-len", 2**21), "max_seq_len must be at most max_position_embeddings 1048576"),
     ((*GENERATE, "--draft-tokens", 8), "draft_tokens must be in [0, 7], got 8"),
     ((*GENERATE, "--top-p", 0), "top_p must be in (0, 1], got 0.0"),
@@ -95,6 +108,13 @@ def test_prompts_are_checked_before_weights_are_read(capfd, no_weights, tmp_path
     shutil.copy(NANO / "config.json", tmp_path)
     message = refused(capfd, "generate", tmp_path, "--prompt", "The")
     assert message == f"a checkpoint directory must hold tokenizer.json, got {str(tmp_path)!r}"
+
+
+def test_caches_that_cannot_be_are_refused_before_weights_are_read(capfd, no_weights, monkeypatch):
+    monkeypatch.setattr(cache_sizing, "_host_bytes", lambda: 2**30)
+    many = refused(capfd, *GENERATE, "--prompt", "And", "--max-new-tokens", 1_000_000)
+    size = r"caches must fit into host memory of 1.00 GiB, got \d+.\d\d GiB for 7814 blocks of 256 tokens"
+    assert re.fullmatch(f"{size}: lower max_new_tokens, or the length or number of prompts", many)
 
 
 def test_a_bad_config_is_named(capfd, no_weights, tmp_path):
@@ -265,6 +285,8 @@ SYNTH = [
     ((NANO, "out", "--layers", 0), "num_hidden_layers must be an integer in 1...7 (the model's layers), got 0"),
     ((NANO, "out", "--experts", 2), "num_experts_per_tok must be at most n_routed_experts (2), got 6"),
     ((NANO, "."), "output directory must be absent or empty"),
+    ((NANO, "out", "--seed", -1), "seed must be an integer in [0, 2**63), got -1"),
+    ((NANO, "out", "--seed", 2**63), f"seed must be an integer in [0, 2**63), got {2**63}"),
 ]
 
 

@@ -1,6 +1,7 @@
 """The engine on the nano checkpoint: batches, limits, events, sampling, refusals, and use after failures."""
 
 import json
+import re
 
 import pytest
 
@@ -188,7 +189,7 @@ def test_bad_prompts_do_not_disturb_others(nano_model, golden):
         5: "prompt and max_new_tokens must be at most 300 tokens together, got 301 + 1",
         7: "prompt and max_new_tokens must be at most 300 tokens together, got 290 + 11",
         8: "prompt must have at least 1 character, got an empty text",
-        9: "prompt must be a text or a list of token ids, got 7",
+        9: "prompt must be a text or token ids: a list, or a one-dimensional array or tensor of integers, got 7",
         10: "stop_token_ids: token id at index 0 must be an integer in [0, 2048), got 2048",
     }
     completions, stats = engine.generate_with_stats([p for p, _ in batch], [s for _, s in batch])
@@ -208,6 +209,9 @@ def test_wrong_batches(nano_model):
     engine = make_engine(nano_model)
     with pytest.raises(ValueError, match="prompts must be a list of prompts, got one text: 'abc'"):
         engine.generate("abc", greedy(1))
+    for prompts in (b"abc", 7, {"a": 1}):
+        with pytest.raises(ValueError, match=re.escape(f"prompts must be a list of prompts, got {prompts!r}")):
+            engine.generate(prompts, greedy(1))
     with pytest.raises(ValueError, match="params must have one entry per prompt, 2, got 1"):
         engine.generate([[1], [2]], [greedy(1)])
     assert engine.generate([], greedy(1)) == []
@@ -268,10 +272,31 @@ def test_a_refused_stream_runs_nothing(nano_model, golden):
     engine, text = make_engine(nano_model), recorded_texts(golden)[0]
     steps = record_steps(engine)
     with pytest.raises(ValueError, match="prompt 1 was refused: .*must have at least 1 token, got 0"):
-        list(engine.stream([text.prompt, [], text.prompt], greedy(4)))
+        engine.stream([text.prompt, [], text.prompt], greedy(4))
+    with pytest.raises(ValueError, match="params must have one entry per prompt, 1, got 2"):
+        engine.stream([text.prompt], [greedy(4)] * 2)
+    with pytest.raises(ValueError, match="prompt 0 was refused: .* at most 1024 tokens together"):
+        engine.stream([text.prompt], greedy(1024))
     assert steps == []
     check_nothing_held(engine)
     assert tokens_of(engine.generate([text.prompt], greedy(4))) == [text.continuation[:4]]
+
+
+def test_a_stream_that_nobody_reads_holds_nothing(nano_model, golden):
+    engine, text = make_engine(nano_model), recorded_texts(golden)[0]
+    first, second = (engine.stream([text.prompt], greedy(3)) for _ in range(2))
+    assert tokens_of(engine.generate([text.prompt], greedy(4))) == [text.continuation[:4]]
+    next(first)
+    with pytest.raises(RuntimeError, match="must serve one batch at a time"):
+        next(second)
+    with pytest.raises(RuntimeError, match="must serve one batch at a time"):
+        engine.stream([text.prompt], greedy(3))
+    assert [event.token_id for event in first] == text.continuation[1:3]
+    unread = engine.stream([text.prompt], greedy(3))
+    engine.close()
+    for late in (lambda: next(unread), lambda: engine.stream([text.prompt], greedy(3))):
+        with pytest.raises(RuntimeError, match="an engine must be open to serve prompts"):
+            late()
 
 
 @pytest.mark.parametrize("at", ["run", "run_draft", "on_token"])

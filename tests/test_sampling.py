@@ -35,6 +35,13 @@ def test_invalid_parameters(field, value, message):
         SamplingParams(**{field: value})
 
 
+@pytest.mark.parametrize("name, value", [("top_p", 0.9), ("seed", 0), ("seed", 5)])
+def test_greedy_leaves_no_choice(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be left out with temperature 0, where .* got {value}$"):
+        SamplingParams(**{name: value})
+    assert getattr(SamplingParams(temperature=0.1, **{name: value}), name) == value
+
+
 def test_parameters_are_frozen_and_seeded_on_demand():
     params = SamplingParams(temperature=1.0)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -42,6 +49,7 @@ def test_parameters_are_frozen_and_seeded_on_demand():
     seeded = params.with_seed()
     assert seeded.seed is not None and seeded.with_seed() is seeded
     assert params.with_seed().seed != seeded.seed
+    assert SamplingParams().with_seed() == SamplingParams()
     with pytest.raises(ValueError, match=r"seed must be set before sampling .* got None"):
         sample(random_logits(1, 0), [params], [0])
 
@@ -112,14 +120,13 @@ def test_very_cold_rows_do_not_overflow():
 def test_a_row_does_not_depend_on_its_batch(data):
     rows = data.draw(st.integers(1, 6))
     logits = random_logits(rows, data.draw(st.integers(0, 10_000)))
-    params = [
-        SamplingParams(
-            temperature=data.draw(st.sampled_from([0.0, 0.3, 1.0, 2.5])),
-            top_p=data.draw(st.sampled_from([0.2, 0.9, 1.0])),
-            seed=data.draw(st.integers(0, 2**63 - 1)),
-        )
-        for _ in range(rows)
-    ]
+    sampled = st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.3, 1.0, 2.5]),
+        top_p=st.sampled_from([0.2, 0.9, 1.0]),
+        seed=st.integers(0, 2**63 - 1),
+    )
+    params = [data.draw(sampled | st.just(SamplingParams())) for _ in range(rows)]
     steps = [data.draw(st.integers(0, 5000)) for _ in range(rows)]
     together, weights = sample(logits, params, steps), probabilities(logits, params)
     for row in range(rows):

@@ -299,9 +299,9 @@ def test_ranks_agree_on_the_number_of_blocks(tiny, monkeypatch):
 
     def call(rank: int) -> tuple[int, int]:
         hardware = SimulatedHardware("off", free=free[rank], total=1 << 28, transient=0)
-        engine = make(tiny, hardware, num_blocks=None, gpu_memory_utilization=1.0)
+        engine = make(tiny, hardware, num_blocks=None)
         return engine.settings.num_blocks, plan_cache(
-            tiny.config, settings_of(num_blocks=None, gpu_memory_utilization=1.0), engine.started.caches.memory
+            tiny.config, settings_of(num_blocks=None), engine.started.caches.memory
         ).num_blocks
 
     first, second = on_ranks(monkeypatch, call)

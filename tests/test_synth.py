@@ -62,6 +62,8 @@ def test_reproducible(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         write_synthetic(tiny_config(), tmp_path / name, seed=seed, progress=False)
     assert digest(tmp_path / "a") == digest(tmp_path / "b") != digest(tmp_path / "c")
+    write_synthetic(tiny_config(), tmp_path / "last", seed=2**63 - 1, progress=False)
+    assert digest(tmp_path / "last") != digest(tmp_path / "a")
     write_synthetic(tiny_config(), tmp_path / "d", seed=1, shard_bytes=40_000, progress=False)
     one, many = load_raw(tmp_path / "a"), load_raw(tmp_path / "d")
     assert {k: v for t in one.values() for k, v in t.items()} == {k: v for t in many.values() for k, v in t.items()}
@@ -119,12 +121,28 @@ def test_refuses_a_directory_with_files(tmp_path):
         ({"n_routed_experts": 2}, r"num_experts_per_tok must be at most n_routed_experts \(2\), got 3"),
         ({"n_experts": 2}, "override must be a field of ModelConfig, got 'n_experts'"),
         ({"shard_bytes": 0}, "shard_bytes must be positive, got 0"),
+        ({"seed": -1}, r"seed must be an integer in \[0, 2\*\*63\), got -1"),
+        ({"seed": 2**63}, r"seed must be an integer in \[0, 2\*\*63\), got 9223372036854775808"),
+        ({"seed": True}, r"seed must be an integer in \[0, 2\*\*63\), got True"),
+        ({"seed": 1.0}, r"seed must be an integer in \[0, 2\*\*63\), got 1.0"),
     ],
 )
 def test_bad_arguments_write_nothing(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         write_synthetic(tiny_config(), tmp_path / "out", progress=False, **changes)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_tokenizer_is_copied(tmp_path):
+    report = write_synthetic(tiny_config(), tmp_path / "out", progress=False, tokenizer_dir=NANO)
+    assert report.copied == ("tokenizer.json", "tokenizer_config.json")
+    for name in report.copied:
+        assert (tmp_path / "out" / name).read_bytes() == (NANO / name).read_bytes()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "tokenizer.json").write_text("{}")
+    report = write_synthetic(tiny_config(), tmp_path / "one", progress=False, tokenizer_dir=tmp_path / "half")
+    assert report.copied == ("tokenizer.json",)
+    assert write_synthetic(tiny_config(), tmp_path / "none", progress=False).copied == ()
 
 
 def test_interrupted_run_is_no_checkpoint(tmp_path, monkeypatch):

@@ -1,0 +1,42 @@
+"""How much cache ``dsv4 generate`` asks for."""
+
+import pytest
+
+from dsv4.config import default_compile_cache
+from dsv4.engine import Engine
+from dsv4.engine_config import EngineConfig
+
+from .command_line import NANO, refused, run_json
+
+CACHE = str(default_compile_cache())
+SIZES = [  # prompts, flags; limit, requests, blocks
+    (["a"], (), (4096, 1, 1)),
+    (["word " * 400, "a", "a"], (), (4096, 3, 4)),  # 403 + 64 and twice 2 + 64 tokens
+    (["a"] * 11, (), (4096, 8, 8)),
+    (["a", "b"], ("--max-new-tokens", 5000), (8192, 2, 40)),
+    (["a"], ("--max-new-tokens", 1_000_000), (2**20, 1, 3907)),
+    (["a", "", "word " * 400], ("--max-seq-len", 300), (300, 1, 1)),  # what is refused needs no cache
+    (["a"], ("--max-seq-len", 2**20), (2**20, 1, 1)),
+]
+
+
+@pytest.mark.parametrize("prompts, flags, sizes", SIZES, ids=lambda value: str(value)[:24])
+def test_caches_follow_the_prompts(capfd, monkeypatch, prompts, flags, sizes):
+    asked: list[EngineConfig] = []
+
+    def from_checkpoint(path, settings: EngineConfig) -> None:
+        asked.append(settings)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(Engine, "from_checkpoint", from_checkpoint)
+    given = [argument for prompt in prompts for argument in ("--prompt", prompt)]
+    assert refused(capfd, "generate", NANO, *given, *flags) == "seen"
+    limit, requests, blocks = sizes
+    assert asked == [EngineConfig(compile_cache=CACHE, max_seq_len=limit, max_requests=requests, num_blocks=blocks)]
+
+
+def test_caches_of_exactly_what_is_needed_suffice(capfd):
+    """Two sequences of one block each, to its last row, with drafts until the end."""
+    argv = ("--prompt", "word " * 247, "--prompt", "And " * 247, "--max-new-tokens", 6, "--draft-tokens", 3)
+    found = run_json(capfd, "generate", NANO, "--compile", "off", *argv)["completions"]
+    assert [(c["prompt_tokens"], len(c["token_ids"]), c["error"]) for c in found] == [(250, 6, None)] * 2
