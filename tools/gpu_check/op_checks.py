@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -49,26 +51,30 @@ def _specs(part: str) -> list[ops.OpSpec]:
 
 
 def _example(spec: ops.OpSpec, shape: Shape, rows: int, dtype: torch.dtype, place: Place) -> Call:
-    with _experts_packed_on(place.device):
+    with _experts_made_on(place.device, shape.num_experts):
         args, kwargs = spec.example(shape, num_tokens=rows, device=torch.device("cpu"), dtype=dtype, seed=rows)
     return to_device(args, place.device), kwargs
 
 
 @contextmanager
-def _experts_packed_on(device: torch.device) -> Iterator[None]:
-    """Examples bring FP4 experts to their format on ``device``, one by one: on the CPU it took most of a section."""
-    module = sys.modules["dsv4.ops.expert_ffn"]
-    before = module._fp4
+def _experts_made_on(device: torch.device, num_experts: int) -> Iterator[None]:
+    """Examples draw experts' weights on ``device`` and bring them to FP4 there, one by one: on the CPU it took most of
+    a section, 1e9 normal numbers alone 10 s."""
+    module, randn = sys.modules["dsv4.ops.expert_ffn"], torch.randn
+    pack = module._fp4
+
+    def drawn(*size: Any, **options: Any) -> torch.Tensor:
+        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        if len(shape) != 3 or shape[0] != num_experts:
+            return randn(*size, **options)
+        return randn(shape, device=device, generator=torch.Generator(device=device).manual_seed(shape.numel()))
 
     def packed(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        parts = [[t.cpu() for t in before(expert.to(device))] for expert in weight]
+        parts = [[t.cpu() for t in pack(expert.to(device))] for expert in weight]
         return tuple(map(torch.stack, zip(*parts, strict=True)))
 
-    module._fp4 = packed
-    try:
+    with patch.object(torch, "randn", drawn), patch.object(module, "_fp4", packed):
         yield
-    finally:
-        module._fp4 = before
 
 
 def _calls(
