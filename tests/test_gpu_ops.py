@@ -104,7 +104,7 @@ def test_a_buffer_that_is_copied_in_secret_is_found():
 
     def mumbling(real, *args, **kwargs):
         if not args[-1].is_contiguous():
-            raise ValueError("view size is not compatible")
+            raise RuntimeError("view size is not compatible")
         return real(*args, **kwargs)
 
     args, kwargs = example("qkv_rope_cache", tiny)

@@ -188,9 +188,13 @@ def layout_faults(spec: ops.OpSpec, args: tuple, kwargs: dict, want: list[torch.
             changed[place] = made(args[place])
             try:
                 got = outputs(spec, tuple(changed), kwargs, clone=False)
-            except ValueError as error:
-                subject = str(error).partition(" ")[0]
-                found[f"{layout}_buffers"] += not (subject in ops.specs() and "must be contiguous" in str(error))
+            except (ValueError, RuntimeError) as error:
+                found[f"{layout}_buffers"] += not _refused_by_name(error)
             else:
                 found[f"{layout}_buffers"] += sum(map(differs, got, want))
     return found
+
+
+def _refused_by_name(error: Exception) -> bool:
+    subject = str(error).partition(" ")[0]
+    return isinstance(error, ValueError) and subject in ops.specs() and "must be contiguous" in str(error)
