@@ -120,7 +120,7 @@ def add_a_point(report):
 
 
 def measure_less(report):
-    del report["points"]["zero_loads"]["samples"]["pro.full.triton"]["unpadded"]["4224"]
+    del report["points"]["zero_loads"]["samples"]["pro.full.triton"]["unpadded prefill"]["4224"]
 
 
 def empty_a_sample(report):
@@ -156,7 +156,7 @@ TAMPERINGS = {
     move_a_bar: "official_attn_out_triton: bar must be 0.01, got 1.0",
     remove_a_point: "mhc_compilations: the report lacks the point",
     add_a_point: "invented: not a known point",
-    measure_less: "zero_loads: samples must hold pro.full.triton/unpadded/4224",
+    measure_less: "zero_loads: samples must hold pro.full.triton/unpadded prefill/4224",
     empty_a_sample: "replay_equals_padded: samples must hold exact.full/step/mixed, got an empty one",
     hide_an_error: "ops: pass must be False",
     not_a_number: "exact_mtp_nll: samples must be finite",

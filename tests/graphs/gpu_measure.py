@@ -19,8 +19,6 @@ from dsv4.runner import Sequence
 from ..tiny_model import as_bits, random_tokens
 
 HISTORY = 130  # tokens that decoding requests have behind them: one page and two rows, one whole ratio-128 window
-POISONS = (0.0, float("nan"), float("inf"))
-BYTE_POISONS = (0, 0x7F, 0xFF)  # of FP8: zero, NaN; of a scale: 2^-127, 2^0, NaN
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Samples = dict[str, dict[str, dict[str, int]]]
 
@@ -155,48 +153,6 @@ def rows_alone_and_among(engine: Engine, total: int, rows: int = 64, history: in
     if buckets[0] == buckets[1]:
         raise RuntimeError(f"the two steps must replay two buckets, got {buckets[0]} twice")
     return sum(num_different(a, b) for a, b in zip(*outcomes, strict=True))
-
-
-def poison_differences(engine: Engine) -> dict[str, dict[str, int]]:
-    """By kind of step: elements that are not finite, and elements that differ between three poisons.
-
-    Cache bytes that no request owns and the float pads of the draft's static inputs are poison; pad ids are −1 and pad
-    lengths at most 0 by construction.
-    """
-    results = [_poisoned(engine, number) for number in range(len(POISONS))]
-    found = {}
-    for kind, first in results[0].items():
-        found[kind] = {
-            "not_finite": sum(int((~t.isfinite()).sum()) for result in results for t in result[kind]),
-            "differing": sum(
-                num_different(a, b) for result in results[1:] for a, b in zip(first, result[kind], strict=True)
-            ),
-        }
-    return found
-
-
-def _poisoned(engine: Engine, number: int) -> dict[str, Outputs]:
-    runner, vocab = engine.runner, engine.config.vocab_size
-    for tensor in runner.caches.tensors():
-        tensor.fill_(BYTE_POISONS[number] if tensor.dtype == torch.uint8 else POISONS[number])
-    draft = engine.started.captured.get("draft")
-    first, second, results = placed(engine, 1), placed(engine, 2), {}
-    for kind, sizes in (("prefill", (4, 2)), ("mixed", (3, 1)), ("decode", (1, 1))):
-        parts = [
-            sequence.segment(random_tokens(size, vocab, 10 * size + n), (size - 1,))
-            for n, (sequence, size) in enumerate(zip((first, second), sizes, strict=True))
-        ]
-        results[kind] = logits, streams = clones(runner.run(parts))
-        if draft is not None:
-            poison_pads(draft, number)
-            results[f"draft of {kind}"] = clones(runner.run_draft(parts, streams))
-    return results
-
-
-def poison_pads(draft: CapturedStep, number: int) -> None:
-    """Make the pad rows of the draft's static streams poison, from the next step on and in every row."""
-    draft.inputs._pads["streams"] = POISONS[number]
-    draft.inputs._used["streams"] = draft.ladder.largest.tokens
 
 
 def _cloned(inputs: Any) -> Any:

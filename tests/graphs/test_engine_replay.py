@@ -1,4 +1,4 @@
-"""An engine on graphs of CPU tensors: tokens, drafts, padded replays and poison; and that the measurements see faults.
+"""An engine on graphs of CPU tensors: tokens, drafts, padded replays; and that the measurements see faults.
 
 The same measurements run on a GPU in ``test_gpu_engine.py``.
 """
@@ -74,7 +74,9 @@ def test_debug_graphs_finds_a_stale_pointer(tiny, monkeypatch, mode):
             assert set(step.path_counts) == {mode}
             inputs = engine.runner.inputs([gpu_measure.placed(engine, 0).segment([7, 8, 9], (2,))])
             own = step.inputs._buckets[step.ladder.bucket_for(3, 1, 1)]
-            moved = dataclasses.replace(own, views=dataclasses.replace(own.views, positions=own.views.positions.clone()))
+            moved = dataclasses.replace(
+                own, views=dataclasses.replace(own.views, positions=own.views.positions.clone())
+            )
             if mode == "piecewise":
                 monkeypatch.setitem(step.inputs._buckets, step.ladder.bucket_for(3, 1, 1), moved)
                 message = r"bucket of 4 tokens, .*piece \d+ .*: input \w+ must be"
@@ -112,12 +114,6 @@ def test_a_wrong_replay_is_measured(measured, monkeypatch):
     monkeypatch.setattr(tape, "runs", [*tape.runs, lambda: tape.outputs[1][0, 0, 0].add_(1)])
     found = gpu_measure.replay_differences(measured, padded=True, functions=("step",))["step"]
     assert {n for sizes in found.values() for n, errors in sizes.items() if errors} == {str(bucket.tokens)}
-
-
-def test_poison_changes_nothing(measured):
-    found = gpu_measure.poison_differences(measured)
-    assert found.keys() == {f"{how}{kind}" for how in ("", "draft of ") for kind in ("prefill", "mixed", "decode")}
-    assert all(counts == {"not_finite": 0, "differing": 0} for counts in found.values()), found
 
 
 def test_rows_alone_and_among_others(tiny):

@@ -17,14 +17,14 @@ from dsv4.graphs.buckets import Ladder
 from dsv4.graphs.capture import CapturedStep
 from dsv4.graphs.device_graphs import CudaGraphs
 from dsv4.graphs.jit_monitor import JitMonitor
-from dsv4.graphs.pieces import CaptureError, CaptureMemoryError
+from dsv4.graphs.pieces import CaptureError, CaptureMemoryError, StaleAddressError
 from dsv4.hardware import CudaHardware
 from dsv4.ops._jit_libraries import jit_libraries
 from dsv4.start_up import LATE_SECONDS
 
 from ..conftest import NANO
 from ..engines import greedy
-from . import gpu_measure, toy_step as toy
+from . import gpu_measure, gpu_poison, toy_step as toy
 
 pytestmark = pytest.mark.gpu
 PROMPT = "Ge 1:1 In the beginning"
@@ -67,8 +67,8 @@ def test_device_replay_is_the_unpadded_call_when_deterministic(engine):
 
 
 def test_device_poison_changes_nothing(engine):
-    found = gpu_measure.poison_differences(engine)
-    assert all(counts == {"not_finite": 0, "differing": 0} for counts in found.values()), found
+    found = gpu_poison.poison_differences(engine)
+    assert gpu_poison.all_clean(found), found
 
 
 def test_device_start_up_in_numbers(engine):
@@ -99,6 +99,15 @@ def test_device_rows_alone_and_among_others():
     ) as made:  # fmt: skip
         found = {total: gpu_measure.rows_alone_and_among(made, total) for total in (65, 129, 4225)}
     assert found == {65: 0, 129: 0, 4225: 0}
+
+
+def test_device_debug_graphs_find_a_cache_that_moved():
+    with load(debug_graphs=True, draft_tokens=0) as made:
+        assert made.generate([PROMPT], greedy(4))[0].error is None
+        inputs, caches = made.runner.inputs([gpu_measure.placed(made, 0).segment([5, 6, 7], (2,))]), made.runner.caches
+        caches.layers[2].state = caches.layers[2].state.clone()
+        with pytest.raises(StaleAddressError, match=r"watched tensor 13 must be \[4, \d+, \d+\] at"):
+            made.runner.step(inputs, caches)
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])

@@ -71,18 +71,32 @@ def nano_runner(
 
 
 def random_weights(
-    config: ModelConfig, device: torch.device, *, numerics: str = "official", expert_weights: str = "fp4"
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    numerics: str = "official",
+    expert_weights: str = "fp4",
+    share_experts: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Weights of any config in kernel layout, made on the device; scales keep activations near 1."""
+    """Weights of any config in kernel layout, made on the device; scales keep activations near 1.
+
+    With ``share_experts`` the layers have one set of experts between them, where all of them would not fit.
+    """
     g = torch.Generator(device=device).manual_seed(0)
     kind: dict[str, Any] = {"device": device, "generator": g}
-    made = {}
+    made, shared = {}, {}
     for name, meta in meta_weights(config, numerics, torch.bfloat16, expert_weights).items():
+        experts = name.partition(".experts.")[2] if share_experts else ""
+        if experts in shared:
+            made[name] = shared[experts]
+            continue
         if meta.dtype == torch.uint8:  # FP4 pairs, or E8M0 exponents of 2^-10 to 2^-8
             low, high = (117, 120) if name.endswith("scale") else (0, 256)
             value = torch.randint(low, high, meta.shape, dtype=torch.uint8, **kind)
         elif meta.dtype == torch.float8_e4m3fn:
-            value = torch.randn(meta.shape, **kind).to(meta.dtype)
+            value = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+            for part in value.split(max(1, len(value) // 16)):  # fp32 numbers of all experts would not fit
+                part.copy_(torch.randn(part.shape, **kind))
         elif meta.dtype == torch.int32:
             value = torch.rand(meta.shape[0], config.n_routed_experts, **kind).topk(meta.shape[1]).indices.int()
         elif name.endswith(".scale") and meta.numel():
@@ -92,6 +106,8 @@ def random_weights(
         else:
             value = (torch.randn(meta.shape, **kind) * 0.02).to(meta.dtype)
         made[name] = value
+        if experts:
+            shared[experts] = value
     return made
 
 
@@ -166,11 +182,14 @@ def _start(
     return Engine.from_model(model, settings, tokenizer, progress=False, hardware=hardware)
 
 
-def random_engine(place: Place, config: ModelConfig, settings: EngineConfig, mode: str) -> Engine:
+def random_engine(
+    place: Place, config: ModelConfig, settings: EngineConfig, mode: str, *, share_experts: bool = False
+) -> Engine:
     """An engine over random weights."""
     weights = random_weights(
-        config, torch.device(settings.device), numerics=settings.numerics, expert_weights=settings.expert_weights
-    )
+        config, torch.device(settings.device), numerics=settings.numerics, expert_weights=settings.expert_weights,
+        share_experts=share_experts,
+    )  # fmt: skip
     model = DeepseekV4(config, settings.execution, weights, max_positions=settings.max_blocks * 256)
     return _start(place, model, settings, mode)
 
@@ -181,6 +200,8 @@ def settings_of(place: Place, mode: str, backend: str = "triton", **more: Any) -
     chosen = {"device": place.device.type, "compile": compiled, "graphs": mode, **backend_settings(backend)} | more
     if place.dry:
         chosen |= {"compile": "off", "graphs": "off"}
+        for name in ("mhc_backend", "gemm_backend", "prewarm_workers"):  # the CPU has no kernels
+            chosen.pop(name, None)
         if chosen.get("numerics", "exact") == "exact" and chosen.get("cache_storage") == "bf16":
             chosen["cache_storage"] = "fp32"
     elif compiled == "piecewise":
@@ -195,7 +216,7 @@ def nano_engine(place: Place, mode: str, backend: str = "triton", **more: Any) -
         return Engine.from_checkpoint(NANO, settings, progress=False)
     runner = nano_runner(
         place, settings.numerics, dtype=settings.execution.dtype, deterministic=settings.deterministic,
-        max_blocks=settings.max_blocks,
+        max_blocks=settings.max_blocks, expert_weights=settings.expert_weights,
     )  # fmt: skip
     return _start(place, runner.model, settings, mode, Tokenizer.from_dir(NANO))
 

@@ -12,24 +12,13 @@ from typing import Any, Literal
 from .children import REQUEST_PATHS
 from .place import BACKENDS
 from .rules import RULES, SampleError
+from .runs import POISON_CASES, POISON_KINDS, REPLAY_RUNS, SWEEP_KINDS, SWEEPS, WATCHED, WIDTHS
 from .suites import PARTS
 
 Sense = Literal["<=", ">=", "=="]
 _HOLDS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
-WIDTHS = ("flash", "pro")
-# First token counts of the split buckets of 132 multiprocessors, at hidden 4,096 and 7,168 (65 only at the latter).
-BUCKET_STARTS = (
-    1, 65, 129, 193, 257, 321, 385, 449, 513, 577, 641, 705, 769, 833, 897, 1025, 1153, 1409, 1665, 2113, 2817, 4225,
-)  # fmt: skip
-MAX_ROWS = 8192
-EDGE_ROWS = (1, 7, 8, 15, 16, 17, 31, 32, 33)
-ODD_ROWS = (50, 100, 999, 3001, 5003)  # no multiples of 16, inside buckets
-SWEEP_ROWS = tuple(sorted({*BUCKET_STARTS, *(s - 1 for s in BUCKET_STARTS[1:]), *EDGE_ROWS, *ODD_ROWS, MAX_ROWS}))
-DECODE_ROWS = (*EDGE_ROWS, 50, 64)
 FLASH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-REPLAY_RUNS = ("exact.full", "exact.piecewise", "official.full", "official.piecewise", "official.full.libraries",
-               "official.piecewise.libraries")  # fmt: skip
 REPLAY_KINDS = (
     *("step/prefill", "step/decode", "step/mixed", "step/verify"),
     *("draft/prefill", "draft/decode", "draft/mixed"),
@@ -87,12 +76,13 @@ OFFICIAL_KINDS = {
     "index_score": ("relative RMS of index scores", 0.03),
     "picks_changed": ("mean share of changed picks", 0.003),
 }
-SWEEPS = tuple(map(".".join, product(WIDTHS, ("full", "piecewise"), BACKENDS)))
-_SWEEP = tuple(
-    f"{run}/{kind}/{rows}"
-    for run in SWEEPS
-    for kind in ("prefill", "unpadded", "draft", "decode")
-    for rows in (DECODE_ROWS if kind == "decode" else SWEEP_ROWS)
+_SWEEP = (
+    *(path for kind, rows in SWEEP_KINDS.items() for path in paths(SWEEPS, (kind,), rows)),
+    *paths(SWEEPS, ("by_library",), WATCHED),
+)
+_POISON = (
+    *paths(POISON_CASES, POISON_KINDS, ("not_finite", "differing")),
+    *paths(POISON_CASES, ("unowned/written",)),
 )
 
 POINTS: dict[str, Point] = {
@@ -144,13 +134,13 @@ POINTS: dict[str, Point] = {
     "batch_independence": Point(
         question="Deterministic, 64 rows alone and in 65, 129, 4,225, eager and through graphs: how many differ?",
         rule="total", bar=0, sense="==",
-        needs=paths(("exact", "official"), BACKENDS, ("eager", "full"), (65, 129, 4225)),
+        needs=paths(("exact", "official"), BACKENDS, ("eager", "full", "piecewise"), (65, 129, 4225)),
     ),
     "poison": Point(
-        question="With pads and unowned cache bytes poisoned, how many valid results change or are not finite?",
+        question="With pads and unowned cache bytes poisoned, how many valid results change or are not finite, or how "
+                 "many of these bytes are written?",
         rule="total", bar=0, sense="==",
-        needs=paths(("exact.bf16", "official.bf16", "official.fp8"), ("eager", "full"),
-                    ("prefill", "decode", "mixed", "draft of prefill", "draft of decode", "draft of mixed")),
+        needs=_POISON,
     ),
     # ---- Flash width
     "flash_width": Point(
@@ -182,7 +172,8 @@ POINTS: dict[str, Point] = {
     ),
     # ---- nothing compiles once ready
     "zero_compilations": Point(
-        question="Kernels compiled after ready, over every split bucket's first and last row count?",
+        question="Kernels compiled after ready: prefill over every split bucket's first and last row count, decode, "
+                 "mixed, verification, and drafts of all?",
         rule="total", bar=0, sense="==", needs=_SWEEP,
     ),
     "zero_loads": Point(

@@ -15,10 +15,10 @@ from dsv4.runner import Sequence
 from .common import Record, differs, random_tokens
 from .models import nano_engine
 from .place import Place
+from .runs import POISON_RUNS
 
 BUDGET, MAX_REQUESTS, BLOCKS_EACH = 512, 64, 3
 COMPANY = (65, 129, 4225)  # rows of the step in which 64 rows must come out as they do alone
-POISONS = ((0, 0.0), (0x7F, float("nan")), (0xFF, float("inf")))  # of bytes and of floats
 
 
 def replay(place: Place, record: Record, run: str) -> None:
@@ -51,23 +51,27 @@ def replay(place: Place, record: Record, run: str) -> None:
             }
 
 
-def batch_independence(place: Place, record: Record, backend: str) -> None:
-    """C10: 64 rows alone and among others, after a 200-token history: logits and streams bitwise."""
+def batch_independence(place: Place, record: Record, backend: str, mode: str) -> None:
+    """C10: 64 rows alone and among others, after a 200-token history: logits and streams bitwise.
+
+    ``mode``: of the graphs; with ``full`` ones the model is also called eagerly.
+    """
     from tests.graphs.gpu_measure import rows_alone_and_among
 
     budget = 160 if place.dry else 4352
     for numerics in ("exact", "official"):
         with record.block("batch_independence") as (samples,):
             engine = nano_engine(
-                place, "full", backend, numerics=numerics, deterministic=True, token_budget=budget, max_requests=80,
+                place, mode, backend, numerics=numerics, deterministic=True, token_budget=budget, max_requests=80,
                 max_seq_len=budget + 256, num_blocks=2 * (budget // 256 + 2), chunk_tokens=budget,
                 cache_storage="fp8" if numerics == "official" else "bf16",
             )  # fmt: skip
-            found = samples.setdefault(numerics, {}).setdefault(backend, {"eager": {}, "full": {}})
+            found = samples.setdefault(numerics, {}).setdefault(backend, {})
             for total in COMPANY[: 2 if place.dry else None]:
-                found["full"][str(total)] = rows_alone_and_among(engine, total)
-                alone, among = (_eager_rows(engine, total, together) for together in (False, True))
-                found["eager"][str(total)] = sum(differs(a, b) for a, b in zip(alone, among, strict=True))
+                found.setdefault(mode, {})[str(total)] = rows_alone_and_among(engine, total)
+                if mode == "full":
+                    alone, among = (_eager_rows(engine, total, together) for together in (False, True))
+                    found.setdefault("eager", {})[str(total)] = sum(map(differs, alone, among))
 
 
 @torch.no_grad()
@@ -81,50 +85,26 @@ def _eager_rows(engine: Engine, total: int, together: bool) -> tuple[torch.Tenso
     return logits[:64], streams[:64]
 
 
-def poison(place: Place, record: Record) -> None:
-    """Unowned cache bytes and pad rows cannot reach valid rows: three poisons, the same finite results."""
-    from tests.graphs.gpu_measure import poison_differences
+def poison(place: Place, record: Record, run: str) -> None:
+    """Unowned cache bytes and pads cannot reach valid rows; ``run``: ``mode[.libraries]`` of :data:`POISON_RUNS`.
 
-    for numerics, storage in (("exact", "bf16"), ("official", "bf16"), ("official", "fp8")):
+    Engines of ``full`` graphs also call the model eagerly, on inputs with pads.
+    """
+    from tests.graphs.gpu_poison import poison_differences
+
+    mode, _, backend = run.partition(".")
+    for kind in POISON_RUNS[run]:
+        numerics, storage = kind.split(".")
         with record.block("poison") as (samples,):
             engine = nano_engine(
-                place, "full", numerics=numerics, cache_storage=storage, token_budget=32 if place.dry else 256,
-                max_requests=8, max_seq_len=1024, draft_tokens=1, num_blocks=32,
+                place, mode, backend or "triton", numerics=numerics, cache_storage=storage,
+                token_budget=32 if place.dry else 256, max_requests=8, max_seq_len=1024, draft_tokens=1, num_blocks=32,
+                expert_weights="fp8" if backend and numerics == "official" else "fp4",  # DeepGEMM's grouped products
             )  # fmt: skip
-            found = samples.setdefault(f"{numerics}.{engine.settings.storage}" if not place.dry else storage, {})
-            found["full"] = poison_differences(engine)
-            found["eager"] = _eager_differences(engine)
-
-
-def _eager_differences(engine: Engine) -> dict[str, dict[str, int]]:
-    results = [_poisoned(engine, *values) for values in POISONS]
-    found: dict[str, dict[str, int]] = {}
-    for kind, first in results[0].items():
-        pairs = [pair for other in results[1:] for pair in zip(first, other[kind], strict=True)]
-        found[kind] = {
-            "not_finite": sum(int(not t.isfinite().all()) for result in results for t in result[kind]),
-            "differing": sum(differs(a, b) for a, b in pairs),
-        }
-    return found
-
-
-@torch.no_grad()
-def _poisoned(engine: Engine, byte: int, value: float) -> dict[str, list[torch.Tensor]]:
-    """Steps with pads whose floats are ``value``, on caches that were full of poison before these requests came."""
-    runner, results = engine.runner, {}
-    for tensor in runner.caches.tensors():
-        tensor.fill_(byte if tensor.dtype == torch.uint8 else value)
-    sequences = [Sequence(first_block=4 * n, first_page=8 * n, state_slot=n) for n in (1, 2)]
-    for kind, sizes in (("prefill", (150, 5)), ("mixed", (70, 1)), ("decode", (1, 1))):
-        rows = sum(sizes)
-        parts = [s.segment(random_tokens(n, n), (n - 1,)) for s, n in zip(sequences, sizes, strict=True)]
-        inputs = padded_inputs(runner.inputs(parts), rows + 43, 4, 2)
-        logits, streams = runner.model.forward_streams(inputs, runner.caches)
-        results[kind] = [logits, streams[:rows].clone()]
-        streams[rows:] = value
-        logits, streams = runner.model.forward_mtp(inputs, runner.caches, streams)
-        results[f"draft of {kind}"] = [logits, streams[:rows]]
-    return results
+            found = samples.setdefault(kind, {})
+            found[run] = poison_differences(engine)
+            if mode == "full":
+                found[run.replace("full", "eager")] = poison_differences(engine, eager=True)
 
 
 def padded_inputs(inputs: StepInputs, rows: int, requests: int, logits: int) -> StepInputs:

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from . import suites
 from .place import BACKENDS, Place
-from .points import OFFICIAL_KINDS, REPLAY_RUNS, SWEEPS, WIDTHS
+from .points import OFFICIAL_KINDS
+from .runs import POISON_RUNS, REPLAY_RUNS, SWEEPS, WIDTHS
 
 Stage = Literal["first", "alone", "together", "last"]
 
@@ -67,7 +68,6 @@ def _all() -> dict[str, Section]:
         ),
         "references": Section("nano.references", ("references_logits_max", "references_logits_mean", "references_nll")),
         "exact": Section("nano.exact", ("exact_nll", "exact_mtp_nll", "exact_top1")),
-        "poison": Section("replay.poison", ("poison",)),
         "layers_43": Section(
             "flash.layers_43", ("layers_43_graphs", "layers_43_capture_s", "layers_43_graph_mib"), "together", 150
         ),
@@ -87,7 +87,8 @@ def _all() -> dict[str, Section]:
         official = tuple(f"official_{kind}_{backend}" for kind in OFFICIAL_KINDS)
         made |= {
             f"official.{backend}": Section("nano.official", official, **given),
-            f"batches.{backend}": Section("replay.batch_independence", ("batch_independence",), **given),
+            f"batches.{backend}": _batches(backend, "full"),
+            f"batches.{backend}.piecewise": _batches(backend, "piecewise"),
             f"rows_32768.{backend}": Section("op_rows.rows_32768", ("ops_large", "ops_last_element"), **given),
             f"mhc_rows.{backend}": Section("op_checks.mhc_rows", ("ops",), **given),
             f"indexer.{backend}": Section("op_checks.indexer_memory", ("indexer_temporaries",), **given),
@@ -95,6 +96,8 @@ def _all() -> dict[str, Section]:
     for run in REPLAY_RUNS:
         made[f"replay.{run}"] = _replay(run, ("replay_equals_padded", "replay_buckets"))
         made[f"replay.{run}.deterministic"] = _replay(f"{run}.deterministic", ("replay_equals_unpadded",))
+    for run in POISON_RUNS:
+        made[f"poison.{run}"] = Section("replay.poison", ("poison",), arguments={"run": run})
     for run in SWEEPS:
         points = ("zero_compilations", "zero_loads")
         made[f"sweep.{run}"] = Section("jit.sweep", points, arguments={"run": run})
@@ -118,6 +121,11 @@ def _mhc_post(backend: str, name: str) -> Section:
     return Section("speed.mhc_post", ("mhc_post_copy_share",), "alone", 100, **given)
 
 
+def _batches(backend: str, mode: str) -> Section:
+    given = {"backend": backend, "mode": mode}
+    return Section("replay.batch_independence", ("batch_independence",), arguments=given)
+
+
 def _replay(run: str, points: tuple[str, ...]) -> Section:
     return Section("replay.replay", points, arguments={"run": run})
 
@@ -130,7 +138,7 @@ def _large(width: str, part: str, backend: str) -> Section:
 SECTIONS: dict[str, Section] = _all()
 GROUPS: dict[tuple[str, ...], float] = {
     ("mhc_post.triton", "mhc_post.tilelang", "decode"): 0,
-    ("references", "exact", "poison", "cold_key"): 900,
+    ("references", "exact", "cold_key"): 900,
     ("replay.exact.full", "replay.exact.full.deterministic", "batches.triton"): 900,
     ("official.triton", "bad_lengths", "expert_memory"): 900,
     ("suite.engine",): 100,
@@ -138,13 +146,19 @@ GROUPS: dict[tuple[str, ...], float] = {
     ("suite.deep_gemm",): 80,
     ("rows_32768.libraries", "mhc_rows.libraries"): 78,
     ("suite.capture",): 75,
+    ("sweep.flash.full.libraries",): 75,
     ("replay.official.piecewise.libraries.deterministic",): 75,
     ("ops.libraries.1",): 72,
     ("ops.triton.2",): 71,
     ("mhc_compilations",): 70,
     ("ops.libraries.0",): 68,
-    ("sweep.flash.full.libraries",): 66,
-    ("sweep.flash.piecewise.libraries",): 65,
+    ("sweep.flash.piecewise.libraries",): 70,
+    ("sweep.pro.full.libraries",): 65,
+    ("batches.libraries.piecewise",): 65,
+    ("sweep.pro.piecewise.libraries",): 60,
+    ("batches.triton.piecewise",): 55,
+    ("poison.piecewise.libraries", "poison.full.libraries"): 55,
+    ("poison.piecewise", "poison.full"): 55,
     ("processes",): 62,
     ("replay.exact.piecewise", "layers_43"): 62,
     ("ops.triton.3",): 60,
@@ -152,19 +166,20 @@ GROUPS: dict[tuple[str, ...], float] = {
     ("replay.official.piecewise", "replay.official.piecewise.deterministic"): 59,
     ("rows_32768.triton", "mhc_rows.triton"): 55,
     ("indexer.libraries", "replay.official.full.libraries", "replay.official.full.libraries.deterministic"): 53,
-    ("sweep.pro.full.libraries",): 52,
-    ("sweep.pro.piecewise.libraries",): 52,
+    ("replay.exact.full.libraries", "replay.exact.full.libraries.deterministic"): 50,
+    ("sweep.pro.piecewise.triton",): 48,
+    ("sweep.flash.piecewise.triton",): 44,
+    ("sweep.pro.full.triton",): 40,
+    ("sweep.flash.full.triton",): 32,
     ("ops_large.pro.1",): 50,
     ("replay.official.piecewise.libraries",): 50,
     ("ops_large.pro.libraries",): 48,
     ("replay.exact.piecewise.deterministic",): 45,
     ("public_cases",): 44,
     ("ops_large.flash.libraries",): 42,
-    ("sweep.pro.piecewise.triton",): 41,
     ("suite.experts",): 40,
     ("replay.official.full", "replay.official.full.deterministic"): 37,
     ("suite.rest",): 36,
-    ("sweep.flash.piecewise.triton",): 36,
     ("ops.triton.1",): 35,
     ("ops_large.pro.0",): 35,
     ("ops_large.flash.1",): 33,
