@@ -203,21 +203,18 @@ def c11(device: str = "cuda") -> dict[str, Any]:
         dsv4.prewarm(model)
 
     tries = {
-        "no_case": (no_case, ["at least 1 case, got 0", "no op recognised the model"]),
-        "other_model": (
-            lambda: dsv4.prewarm(nn.Linear(8, 8, device=device)),
-            ["must contain one DeepseekV4", "Linear"],
-        ),
-        "other_layer": (other_layer, ["Sequential at blocks.1.ffn", "recognises"]),
+        "no_case": no_case,
+        "other_model": lambda: dsv4.prewarm(nn.Linear(8, 8, device=device)),
+        "other_layer": other_layer,
     }
     samples = {}
-    for name, (attempt, must_name) in tries.items():
+    for name, attempt in tries.items():
         try:
             attempt()
             message = "nothing was raised"
         except (ValueError, TypeError) as error:
             message = str(error)
-        samples[name] = {"message": message, "must_name": must_name}
+        samples[name] = {"message": message}
     return {"samples": samples, "bar": 0, "detail": {}}
 
 

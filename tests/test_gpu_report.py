@@ -1,7 +1,6 @@
 """The committed GPU report says what its raw samples say, and no tampering with a report goes unnoticed."""
 
 import ast
-import copy
 import inspect
 import json
 import subprocess
@@ -15,63 +14,25 @@ from dsv4.evaluate import KINDS
 from tools.gpu_check import children, report as joining, suites
 from tools.gpu_check.children import FUNCTIONS
 from tools.gpu_check.place import Place
-from tools.gpu_check.points import OFFICIAL_KINDS, POINTS, SampleError
-from tools.gpu_check.rules import RULES
+from tools.gpu_check.points import OFFICIAL_KINDS, POINTS
+from tools.gpu_check.rules import FAILED, RULES, SampleError
 from tools.gpu_check.sections import GROUPS, SECTIONS, processes
 from tools.gpu_check.validate import POINT_KEYS, TOP_KEYS, problems, validate
 
 from .conftest import ROOT
+from .gpu_report_samples import samples_of
 
 REPORT, MISSED = ROOT / "bench" / "h200_check.json", ROOT / "bench" / "missed.json"
-# A passing leaf for every rule; points whose samples have another form are below.
-LEAVES = {"largest": 0.0, "smallest": 100.0, "total": 0, "zeros": 1, "abs_mean": 0.0}
-SHAPED: dict[str, Any] = {
-    "agreement": {"agreed": 99, "rows": 100},
-    "worst_error": {"0.rms": 0.0, "0.max": 0.0},
-    "unnamed": {"message": "cold key a", "must_name": ["a"]},
-    "captures_before_prewarm": {"events": ["prewarm", "capture"]},
-    "worst_memory": {"peak_bytes": 11, "before_bytes": 10, "unit_bytes": 10},
-    "best_copy_share": {"kernel_us": [1.0] * 30, "copy_us": [1.0] * 30, "kernel_bytes": 9, "copy_bytes": 10},
-}
-WHOLE: dict[str, Any] = {
-    "uncounted_kernels": {
-        "triton": {"gemm_keys": 30, "deep_gemm_keys": 0, "deep_gemm_kernels": 0},
-        "libraries": {"gemm_keys": 60, "deep_gemm_keys": 40, "deep_gemm_kernels": 40},
-    },
-    "speed_up": {"ours": [1.0, 2.0, 3.0], "theirs": [50.0, 60.0, 70.0]},
-    "first_over_tenth": {
-        path: {"first_s": [2.2, 1.1, 3.6], "tenth_s": [2.0, 1.0, 2.0], "awake_s": [0.5, 0.5, 0.5]}
-        for path in ("eager", "full", "piecewise", "full.drafting")
-    },
-    "not_passed": {part: {"passed": 9, "failed": 0, "errors": 0, "skipped": 0, "names": []} for part in suites.PARTS},
-}
-
-
-def samples_of(name: str) -> dict[str, Any]:
-    """Samples under which the point passes."""
-    point = POINTS[name]
-    if point.rule in WHOLE:
-        return copy.deepcopy(WHOLE[point.rule])
-    leaf = SHAPED.get(point.rule, LEAVES.get(point.rule))
-    made: dict[str, Any] = {}
-    for path in point.needs or (("op/case.float32",) if point.rule == "worst_error" else ("one",)):
-        *parents, last = path.split("/")
-        inner = made
-        for part in parents:
-            inner = inner.setdefault(part, {})
-        if point.rule == "worst_error" and not parents:
-            inner, last = inner.setdefault(last, {}), "case.float32"
-        inner[last] = copy.deepcopy(leaf)
-    return made
 
 
 @pytest.fixture
 def report() -> dict[str, Any]:
     points = {name: joining.entry(name, samples_of(name), [], 1.0, ["section"]) for name in POINTS}
     return {
-        "gpu": "NVIDIA GPU", "torch": "2", "triton": "3", "commit": 40 * "a", "clean_tree": True,
+        "gpu": "NVIDIA GPU", "torch": "2.11.0", "triton": "3.6.0", "commit": 40 * "a", "clean_tree": True,
         "started": "2026-01-01T00:00:00+00:00", "seconds": points["whole_run_s"]["value"], "kernels": ["kernel"],
-        "warm_keys": [["op", 1]], "sections": {}, "details": {}, "points": points,
+        "warm_keys": [["op", 1]], "sections": dict.fromkeys(SECTIONS, {"seconds": 1.0}), "details": {},
+        "points": points,
     }  # fmt: skip
 
 
@@ -212,7 +173,7 @@ def test_a_lacking_key_of_a_point_is_found(report, key):
 
 def test_a_failing_point_must_be_stated(report):
     samples = samples_of("mhc_post_copy_share")
-    samples["triton"]["kernel_bytes"] = samples["tilelang"]["kernel_bytes"] = 8
+    samples["triton"]["kernel_us"] = [1.25] * 30
     report["points"]["mhc_post_copy_share"] = joining.entry("mhc_post_copy_share", samples, [], 1.0, [])
     assert problems(report, {}) == ["mhc_post_copy_share: failed: 0.8 is not >= 0.85"]
     stated = {"mhc_post_copy_share": {"value": 0.8, "reason": "measured"}}
@@ -246,7 +207,7 @@ def test_what_was_not_measured_must_be_stated(report, tmp_path, capsys):
         assert validate(path, missed) == 0
         assert "NO VALUE poison: None, no time was left" in capsys.readouterr().out
     samples = samples_of("poison")
-    samples["exact.bf16"]["full"]["decode"] = 3
+    samples["exact.bf16"]["full"]["decode"]["differing"] = 3
     report["points"]["poison"] = joining.entry("poison", samples, [], 1.0, [])
     assert problems(report, stated) == ["poison: stated as not measured, but the report holds 3"]
 
@@ -314,33 +275,58 @@ def test_two_sections_may_not_give_one_sample():
 def test_rules_refuse_samples_that_show_nothing():
     for name, samples, message in (
         ("first_request", {"full": {"first_s": [1.0], "tenth_s": [1.0]}}, "samples must hold eager/first_s"),
-        ("gpu_tests", {"mhc": {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}}, "samples must hold deep_gemm"),
-        ("prewarm_before_capture", {"nano": {"events": ["capture"]}}, "must hold a prewarm and a capture"),
+        ("gpu_tests", {"mhc": {"passed": 1, "failed": 0, "errors": 0}}, "samples must hold mhc/functions"),
+        ("prewarm_before_capture", {"nano": {"events": ["capture"] * 12}}, "must hold a prewarm and a capture"),
+        ("prewarm_before_capture", {"nano": {"events": ["prewarm", "capture"]}}, "events must be at least 12, got 2"),
         ("whole_run_s", {"seconds": {}}, "samples must hold seconds, got an empty one"),
     ):
         with pytest.raises(SampleError, match=message):
             POINTS[name].judge(samples)
-    assert POINTS["prewarm_before_capture"].judge({"nano": {"events": ["capture", "prewarm"]}}) == (1, False)
-    assert POINTS["ops"].judge({"op": {"x.float32": {"0.rms": 1e-6, "0.bytes_differ": 0.1}}})[1] is False
+    late = {"nano": {"events": ["capture", "prewarm", *["capture"] * 10]}}
+    assert POINTS["prewarm_before_capture"].judge(late) == (1, False)
+    bytes_differ = samples_of("ops")
+    bytes_differ["quant_fp8"]["triton.nano.float32"]["0.bytes_differ"] = 0.1
+    assert POINTS["ops"].judge(bytes_differ) == (FAILED, False)
+
+
+def test_tests_that_did_not_run_are_seen():
     parts = samples_of("gpu_tests")
-    parts["rest"] |= {"passed": 0, "skipped": 1}
+    parts["rest"]["collected"] += 1
+    assert POINTS["gpu_tests"].judge(parts) == (1, False)  # it was ended before its last test
+    parts["rest"]["skipped"] = 1
     assert POINTS["gpu_tests"].judge(parts) == (1, False)
-    for part in parts.values():
-        part["passed"] = 0
-    with pytest.raises(SampleError, match="must have a passed test, got none"):
+    parts["rest"]["passed"] -= 1
+    with pytest.raises(SampleError, match="passed tests of rest must be those of its functions"):
         POINTS["gpu_tests"].judge(parts)
+
+
+@pytest.mark.slow
+def test_functions_of_the_suite_are_those_that_pytest_collects():
+    """Read from the sources they are fewer to import; both ways must find the same."""
+    arguments = ["-m", "gpu", "--collect-only", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
+    files = [name for part in suites.PARTS for name in suites.files(part)]
+    command = [sys.executable, "-m", "pytest", *arguments, *(f"--deselect={n}" for n in suites.MEASURED), *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    found = {suites.name_of(line) for line in done.stdout.splitlines() if "::" in line}
+    assert found == {name for part in suites.PARTS for name in suites.functions(part)}, done.stdout
 
 
 def test_first_requests_are_compared_within_their_process():
     samples = samples_of("first_request")
-    assert POINTS["first_request"].judge(samples) == (1.1, True)  # of 1.1, 1.1 and 1.8
-    samples["piecewise"]["first_s"][1] = 1.3
+    assert POINTS["first_request"].judge(samples) == (1.1, True)
+    for number in range(2):
+        assert POINTS["first_request"].judge(samples)[1]  # the median of three
+        samples["piecewise"]["first_s"][number] = samples["piecewise"]["all_s"][number][0] = 2.6
     assert POINTS["first_request"].judge(samples) == (1.3, False)
+    samples["piecewise"]["all_s"][0][0] = 2.2
+    with pytest.raises(SampleError, match="first_s and tenth_s must be those of all_s"):
+        POINTS["first_request"].judge(samples)
+    samples = samples_of("first_request")
     samples["full"]["awake_s"][2] = 0.0
     with pytest.raises(SampleError, match="must be kept busy for 0.4 s"):
         POINTS["first_request"].judge(samples)
     samples["full"] = {name: values[:2] for name, values in samples["full"].items()}
-    with pytest.raises(SampleError, match="needs 3 repeats, got 2, 2 and 2"):
+    with pytest.raises(SampleError, match="must be at least 3, got 2"):
         POINTS["first_request"].judge(samples)
 
 
@@ -394,5 +380,6 @@ def test_outcomes_are_written_down_test_by_test(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     found, written = ast.literal_eval(next(x for x in done.stdout.splitlines() if x.startswith("found "))[6:])
     names = found.pop("names")
-    assert found == {"passed": 2, "failed": 1, "errors": 1, "skipped": 1} and written >= 4, done.stdout
+    assert found.pop("functions") == {"test_a.test_good": 1, "test_a.test_torn": 1}
+    assert found == {"collected": 4, "passed": 2, "failed": 1, "errors": 1, "skipped": 1} and written >= 4, done.stdout
     assert names[0].startswith("test_a.py::test_bad failed: E ") and "after" in names[1] and "skipped" in names[2]

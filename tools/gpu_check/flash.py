@@ -38,12 +38,17 @@ def flash_width(place: Place, record: Record) -> None:
             steps[f"prefill_{rows}"] = _step(engine, [Sequence().segment(random_tokens(rows, 9), (rows - 1,))])
         if not place.dry:
             buffers = {b.data_ptr(): b for b in engine.runner.model.buffers()}.values()
-            packed = sum(b.numel() for b in buffers if b.dtype == torch.uint8 and b.dim() == 3)
             weights = sum(b.numel() * b.element_size() for b in buffers)
             residency["flash_width"] = {  # everything the process ever held, graphs and start-up included
-                "peak_bytes": torch.cuda.max_memory_reserved(), "unit_bytes": 2 * packed,
+                "peak_bytes": torch.cuda.max_memory_reserved(),
                 "before_bytes": weights + engine.runner.caches.bytes(),
+                "unit_bytes": _layer_bytes(flash.num_experts, flash.hidden, flash.expert_hidden),
             }  # fmt: skip
+
+
+def _layer_bytes(experts: int, hidden: int, inner: int) -> int:
+    """An 8-bit copy of the experts of one layer, three matrices each."""
+    return experts * 3 * hidden * inner
 
 
 def _capture_numbers(engine: Engine, graphs: dict, seconds: dict, mib: dict) -> None:
@@ -102,5 +107,5 @@ def expert_memory(place: Place, record: Record) -> None:
             torch.cuda.synchronize()
             found[f"op_{rows}"] = {
                 "peak_bytes": torch.cuda.max_memory_allocated(), "before_bytes": before,
-                "unit_bytes": 2 * (w13.numel() + w2.numel()),
+                "unit_bytes": _layer_bytes(experts, hidden, inner),
             }  # fmt: skip

@@ -1,74 +1,16 @@
-"""Every point of the report in one table: the question, how its value follows from the samples, and the bar.
+"""Every point of the report in one table: the question, how its value follows from the samples, and the bar."""
 
-``needs`` lists paths (``a/b/c``) that the samples must hold, so that a run that measured less cannot pass.
-"""
-
-import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
 
-from .children import REQUEST_PATHS
+from . import required
+from .children import REQUEST_PATHS, REQUEST_REPEATS
 from .place import BACKENDS
-from .rules import RULES, SampleError
+from .point import Point
+from .required import OFFICIAL_LAYERS, REPLAY_BUCKETS, REPLAY_CASES, WIDE_BUCKETS, paths
 from .runs import POISON_CASES, POISON_KINDS, REPLAY_RUNS, SWEEP_KINDS, SWEEPS, WATCHED, WIDTHS
-from .suites import PARTS
-
-Sense = Literal["<=", ">=", "=="]
-_HOLDS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
+from .suites import OUTCOMES, PARTS
 
 FLASH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-REPLAY_KINDS = (
-    *("step/prefill", "step/decode", "step/mixed", "step/verify"),
-    *("draft/prefill", "draft/decode", "draft/mixed"),
-)
-
-
-def paths(*parts: Iterable[object]) -> tuple[str, ...]:
-    """Every combination, joined by slashes."""
-    return tuple("/".join(map(str, combination)) for combination in product(*parts))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One question that the report answers with a number.
-
-    Attributes:
-        question: one sentence.
-        rule: name of the function of :mod:`.rules` that makes the value from the samples.
-        bar: what the value is compared with.
-        sense: how.
-        needs: paths that the samples must hold.
-    """
-
-    question: str
-    rule: str
-    bar: float
-    sense: Sense = "<="
-    needs: Sequence[str] = ()
-
-    def judge(self, samples: Any) -> tuple[float, bool]:
-        """Value and pass; :class:`SampleError` if the samples do not allow them."""
-        for path in self.needs:
-            inner = samples
-            for part in path.split("/"):
-                if not isinstance(inner, dict) or part not in inner:
-                    raise SampleError(f"samples must hold {path}")
-                inner = inner[part]
-            if inner is None or inner == {} or inner == []:
-                raise SampleError(f"samples must hold {path}, got an empty one")
-        try:
-            value = RULES[self.rule](samples)
-        except SampleError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-            raise SampleError(f"samples must fit the rule {self.rule}, got {type(error).__name__}: {error}") from error
-        return value, bool(_HOLDS[self.sense](value, self.bar))
-
-
-_ROWS_32768 = ("mhc_pre", "mhc_post", "mhc_post_pre", "mhc_head", "qkv_rope_cache", "sparse_attention",
-               "grouped_o_proj")  # fmt: skip
 _OFFICIAL = ("bf16", "fp8", "fp8.fp8_experts")  # cache rows, and FP4 experts re-encoded as FP8
 OFFICIAL_KINDS = {
     "attn_out": ("relative RMS of the attention output", 0.010),
@@ -84,6 +26,26 @@ _POISON = (
     *paths(POISON_CASES, POISON_KINDS, ("not_finite", "differing")),
     *paths(POISON_CASES, ("unowned/written",)),
 )
+
+_ZERO_ROWS = (32, 33, 64, 128, 250, 256)
+COLD_KEY_TEXTS = {
+    "rms_norm": ("rms_norm", "1234", "prewarm"),
+    "prewarm": ("outside stream capture", "before the first capture"),
+}
+C11_TEXTS = {
+    "no_case": ("at least 1 case, got 0", "no op recognised the model"),
+    "other_model": ("must contain one DeepseekV4", "Linear"),
+    "other_layer": ("Sequential at blocks.1.ffn", "recognises"),
+}
+_SECONDS = 0.001  # the least that anything can have taken
+_PREWARMED = dict.fromkeys(paths(BACKENDS, ("call_s",)), _SECONDS) | dict.fromkeys(paths(BACKENDS, ("keys",)), 100)
+# Bytes of an 8-bit copy of what one layer of Flash holds in FP4: 256 experts of three matrices of 4,096 x 2,048.
+_LAYER_BYTES = 256 * 3 * 4096 * 2048
+_INDEXER_BYTES = 64 << 20  # the bound that indexer_logits states
+_COPY_BYTES = 1_209_270_272  # what mHC post moves at 16,384 tokens: y, 4 streams in and out, and their weights
+_ONE_GRAPH_EACH = dict.fromkeys(paths(("graphs",), WIDE_BUCKETS), 1)
+_BY_BUCKET = paths(("by_bucket",), WIDE_BUCKETS)
+_EVERY_OUTPUT = {"outputs": required.outputs}
 
 POINTS: dict[str, Point] = {
     # ---- nano against the goldens
@@ -101,35 +63,38 @@ POINTS: dict[str, Point] = {
     ),
     "exact_nll": Point(
         question="How far is the kernels' mean NLL, exact mode in bf16, from the golden, over 35 windows?",
-        rule="abs_mean", bar=5e-3, needs=paths(range(35)),
+        rule="abs_mean", bar=5e-3, needs=paths(range(35)), closed=True,
     ),
     "exact_mtp_nll": Point(
         question="How far is the mean NLL of the MTP block, over the same windows?", rule="abs_mean", bar=5e-3,
-        needs=("mean",),
+        needs=("mean",), closed=True,
     ),
     "exact_top1": Point(
         question="How often do the kernels in exact mode choose the goldens' token, over prompts and all positions?",
-        rule="agreement", bar=0.97, sense=">=", needs=("prompts", "prompt_9", "prompt_13", "window_0", "window_3"),
+        rule="agreement", bar=0.97, sense=">=", closed=True,
+        needs=paths(("prompts", "prompt_9", "prompt_13", "window_0", "window_3"), ("agreed", "rows")),
+        given={"prompts/rows": 16, "prompt_9/rows": 129, "prompt_13/rows": 513, "window_0/rows": 1024,
+               "window_3/rows": 1024},
     ),
     **{
         f"official_{kind}_{backend}": Point(
             question=f"Forced inputs, official mode, kernels of {backend}: {what}, worst layer?",
-            rule="largest", bar=bar, needs=_OFFICIAL,
+            rule="largest", bar=bar, needs=paths(_OFFICIAL, OFFICIAL_LAYERS[kind]),
         )
         for backend, (kind, (what, bar)) in product(BACKENDS, OFFICIAL_KINDS.items())
     },
     # ---- replays
     "replay_equals_padded": Point(
         question="How many replays differ in a bit from an eager call on the same padded batch?",
-        rule="total", bar=0, sense="==", needs=paths(REPLAY_RUNS, REPLAY_KINDS),
+        rule="total", bar=0, sense="==", needs=paths(REPLAY_RUNS, REPLAY_CASES),
     ),
     "replay_buckets": Point(
         question="How many buckets (step ladder and draft ladder) were never replayed in that comparison?",
-        rule="zeros", bar=0, sense="==", needs=paths(REPLAY_RUNS, ("step", "draft")),
+        rule="zeros", bar=0, sense="==", needs=paths(REPLAY_RUNS, REPLAY_BUCKETS),
     ),
     "replay_equals_unpadded": Point(
         question="Deterministic: how many replays differ in a bit from the unpadded eager call?",
-        rule="total", bar=0, sense="==", needs=paths(REPLAY_RUNS, REPLAY_KINDS),
+        rule="total", bar=0, sense="==", needs=paths(REPLAY_RUNS, REPLAY_CASES),
     ),
     "batch_independence": Point(
         question="Deterministic, 64 rows alone and in 65, 129, 4,225, eager and through graphs: how many differ?",
@@ -145,30 +110,39 @@ POINTS: dict[str, Point] = {
     # ---- Flash width
     "flash_width": Point(
         question="8 Flash-width layers of 256 experts: how many steps missed the graphs or were not finite?",
-        rule="total", bar=0, sense="==", needs=("prefill_8192", *(f"decode_{b}" for b in FLASH_BATCHES)),
+        rule="total", bar=0, sense="==",
+        needs=paths(("prefill_8192", *(f"decode_{b}" for b in FLASH_BATCHES)), ("not_finite", "not_replayed")),
     ),
     "flash_width_graphs": Point(
-        question="How many graphs does a ladder of 20 buckets take there?", rule="total", bar=20, needs=("graphs",),
+        question="How many graphs does a ladder of 20 buckets take there?", rule="total", bar=20,
+        needs=tuple(_ONE_GRAPH_EACH), least=_ONE_GRAPH_EACH,
     ),
     "flash_width_capture_s": Point(
-        question="Capture seconds of the 20 buckets of 8 layers?", rule="largest", bar=10, needs=("capture_s",),
+        question="Capture seconds of the 20 buckets of 8 layers?", rule="largest", bar=10,
+        needs=_BY_BUCKET, least={"capture_s": _SECONDS},
     ),
     "flash_width_graph_mib": Point(
-        question="MiB that these graphs hold, 20 buckets up to 8,192 rows?", rule="largest", bar=4096, needs=("mib",),
+        question="MiB that these graphs hold, 20 buckets up to 8,192 rows?", rule="largest", bar=4096,
+        needs=_BY_BUCKET, least={"mib": 1},
     ),
     "layers_43_graphs": Point(
         question="43 Flash-width layers: how many graphs do at most 20 buckets take?", rule="total", bar=20,
-        needs=("graphs",),
+        needs=tuple(_ONE_GRAPH_EACH), least=_ONE_GRAPH_EACH,
     ),
     "layers_43_capture_s": Point(
-        question="43 layers: capture seconds?", rule="largest", bar=30, needs=("capture_s",),
+        question="43 layers: capture seconds?", rule="largest", bar=30, needs=_BY_BUCKET,
+        least={"capture_s": _SECONDS},
     ),
     "layers_43_graph_mib": Point(
-        question="43 layers: MiB that the graphs hold?", rule="largest", bar=6144, needs=("mib",),
+        question="43 layers: MiB that the graphs hold?", rule="largest", bar=6144, needs=_BY_BUCKET,
+        least={"mib": 1},
     ),
     "fp4_residency": Point(
-        question="Peak memory beyond what is resident, as a share of an 8-bit copy of the FP4 experts?",
-        rule="worst_memory", bar=0.5, needs=("flash_width", "op_1", "op_256", "op_8192"),
+        # Below 1, nothing that ran held such a copy. Graphs of up to 8,192 rows, 2.5 GiB, are two fifths of one.
+        question="Peak memory beyond weights and caches, as a share of an 8-bit copy of ONE layer's FP4 experts?",
+        rule="worst_memory", bar=0.75,
+        needs=paths(("flash_width", "op_1", "op_256", "op_8192"), ("peak_bytes", "before_bytes")),
+        given=dict.fromkeys(paths(("flash_width", "op_1", "op_256", "op_8192"), ("unit_bytes",)), _LAYER_BYTES),
     ),
     # ---- nothing compiles once ready
     "zero_compilations": Point(
@@ -182,18 +156,24 @@ POINTS: dict[str, Point] = {
     ),
     "mhc_compilations": Point(
         question="Distinct mHC compilations of one hidden size?", rule="largest", bar=8,
-        needs=paths(("triton", "tilelang"), WIDTHS),
+        needs=(), least=dict.fromkeys(paths(("triton", "tilelang"), WIDTHS), 1),
     ),
     "gemm_keys": Point(
-        question="GEMM keys of Flash: how many kernels that DeepGEMM built in the cold prewarm have no counted key?",
-        rule="uncounted_kernels", bar=0, sense="==", needs=paths(BACKENDS, ("gemm_keys",)),
+        question="GEMM keys of Flash: how many kernels that DeepGEMM built in the cold prewarm have no counted key, "
+                 "and how many such keys no kernel?",
+        rule="uncounted_kernels", bar=0, sense="==",
+        needs=paths(BACKENDS, ("by_op", "deep_gemm_keys", "deep_gemm_kernels")),
+        least=dict.fromkeys(paths(BACKENDS, ("gemm_keys",)), 30)
+        | dict.fromkeys(paths(("libraries",), ("by_op/deep_gemm", "deep_gemm_keys", "deep_gemm_kernels")), 30),
+        may_be_empty=("triton/deep_gemm_keys", "triton/deep_gemm_kernels"),
     ),
     "prewarm_cold_s": Point(
-        question="Seconds of a prewarm of everything for Flash from empty caches?", rule="largest", bar=60,
-        needs=BACKENDS,
+        question="Seconds of a prewarm of everything for Flash from empty caches?", rule="longest_call", bar=60,
+        needs=(), least=_PREWARMED,
     ),
     "prewarm_warm_s": Point(
-        question="Seconds of the same in another process with warm caches?", rule="largest", bar=5, needs=BACKENDS,
+        question="Seconds of the same in another process with warm caches?", rule="longest_call", bar=5,
+        needs=(), least=_PREWARMED,
     ),
     "prewarm_off": Point(
         question="DSV4_PREWARM=0: how many kernels did the prewarm run, compile or mark warm?", rule="total", bar=0,
@@ -201,16 +181,18 @@ POINTS: dict[str, Point] = {
     ),
     "prewarm_before_capture": Point(
         question="How many captures began before the prewarm had been called?", rule="captures_before_prewarm", bar=0,
-        sense="==", needs=("nano",),
+        sense="==", needs=(), least={"nano/events": 12},  # a prewarm, and as many captures as the ladder has buckets
     ),
     "cold_key_in_capture": Point(
         question="How many cold keys met while capturing did not raise the error that names them?", rule="unnamed",
-        bar=0, sense="==", needs=("rms_norm", "prewarm"),
+        bar=0, sense="==", needs=paths(COLD_KEY_TEXTS, ("message",)), options={"texts": COLD_KEY_TEXTS},
     ),
     "first_request": Point(
-        question="First request over the tenth, right after the last stage of start-up, in processes that nothing else "
-                 "disturbs and whose device and core were kept busy for half a second before: median of 3, worst path?",
-        rule="first_over_tenth", bar=1.2, needs=paths(REQUEST_PATHS, ("first_s", "tenth_s", "awake_s")),
+        question="First request over the tenth: the median of this ratio over 3 engines, each in a process that "
+                 "nothing else disturbs, whose device and core were kept busy for half a second and which then "
+                 "rehearsed again, as start-up ends with a rehearsal; worst path?",
+        rule="first_over_tenth", bar=1.2, needs=(),
+        least=dict.fromkeys(paths(REQUEST_PATHS, ("first_s", "tenth_s", "awake_s", "all_s")), REQUEST_REPEATS),
     ),
     # ---- inputs that broke other implementations
     "case_C1": Point(
@@ -223,7 +205,11 @@ POINTS: dict[str, Point] = {
     ),
     "case_C5": Point(
         question="All-zero lengths, 32 to 256 rows: how many outputs are not defined?", rule="total", bar=0, sense="==",
-        needs=paths(("ops", "model"), (32, 33, 64, 128, 250, 256)),
+        needs=(
+            *paths(("model",), _ZERO_ROWS),
+            *paths(("ops",), _ZERO_ROWS, (f"{name}_differs" for name in required.LENGTH_OPS)),
+            *paths(("ops",), _ZERO_ROWS, (f"{n}_pads_differ" for n in (*required.LENGTH_OPS, *required.PAGE_OPS))),
+        ),
     ),
     "case_C6": Point(
         question="Lengths 5, 0, -1, -4, top-k 512: how many pads are not zero, valid rows not finite or changed?",
@@ -232,63 +218,66 @@ POINTS: dict[str, Point] = {
     ),
     "case_C8": Point(
         question="Ops without tokens: how many outputs have a wrong shape or dtype?", rule="total", bar=0, sense="==",
-        needs=("suite",),
+        needs=required.empty_calls,
     ),
     "case_C11": Point(
         question="A model that no op recognises: how many prewarms did not raise?", rule="unnamed", bar=0, sense="==",
-        needs=("no_case", "other_model", "other_layer"),
+        needs=paths(C11_TEXTS, ("message",)), options={"texts": C11_TEXTS},
     ),
     "case_C12": Point(
         question="4 processes on one cold key: compilations beyond the first, and wrong results?", rule="total", bar=0,
-        sense="==", needs=paths(("triton", "tilelang"), ("extra_compilations", "wrong")),
+        sense="==", needs=paths(("triton", "tilelang"), ("extra_compilations", "wrong", "neither_compiled_nor_loaded")),
     ),
     # ---- ops
     "ops": Point(
-        question="Every op against its reference, 0 to 129 rows, nano and Flash: worst error over its tolerance?",
-        rule="worst_error", bar=1,
+        question="Every op against its reference, 0 to 129 rows, nano, Flash and Pro: worst error over tolerance?",
+        rule="worst_error", bar=1, needs=required.op_cases, options=_EVERY_OUTPUT,
     ),
     "ops_large": Point(
         question="Model ops at Flash and Pro shapes, up to 32,768 rows: worst error over tolerance?",
-        rule="worst_error", bar=1,
-        needs=(
-            *paths(_ROWS_32768, ("pro.32768.bfloat16",)),
-            *paths(("expert_ffn", "fp8_linear", "indexer_logits", "indexer_topk", "route_topk"),
-                   ("flash.8192.bfloat16", "pro.8192.bfloat16")),
-        ),
+        rule="worst_error", bar=1, needs=required.large_cases, options=_EVERY_OUTPUT,
     ),
     "ops_last_element": Point(
-        question="Pro, 32,768 rows, queries of 2^31 elements: how far is the last element of outputs, in bf16 steps?",
-        rule="largest", bar=1, needs=tuple(f"{name}.0" for name in _ROWS_32768),
+        # One step of bf16 is 1/256 to 1/128.
+        question="Pro, outputs of up to 2^31 elements and more: how far is the last one, in 1/256 of it or its row?",
+        rule="largest", bar=2,
+        needs=required.last_elements,
     ),
     "ops_long_positions": Point(
         question="Ops that read positions, at position 1,048,575: worst error over tolerance?", rule="worst_error",
-        bar=1, needs=("qkv_rope_cache", "indexer_query", "indexer_logits", "sparse_attention", "grouped_o_proj"),
+        bar=1, needs=paths(required.LONG_POSITIONS, ("2.bfloat16", "17.bfloat16")), options=_EVERY_OUTPUT,
     ),
     "ops_layouts": Point(
         question="How many outputs change when inputs are not contiguous?", rule="total", bar=0, sense="==",
+        needs=required.laid_out_ops,
     ),
     "ops_poisoned": Point(
         question="How many outputs change when all fresh memory is poisoned?", rule="total", bar=0, sense="==",
+        needs=required.poisoned_ops,
     ),
     "indexer_temporaries": Point(
         question="Peak temporaries of indexer logits over the stated bound, 8,192 rows against 65,536 tokens?",
-        rule="worst_memory", bar=1, needs=BACKENDS,
+        rule="worst_memory", bar=1, needs=paths(BACKENDS, ("peak_bytes", "before_bytes")),
+        given=dict.fromkeys(paths(BACKENDS, ("unit_bytes",)), _INDEXER_BYTES),
     ),
     # ---- speed
     "mhc_post_copy_share": Point(
-        question="mHC post at 16,384 tokens, L2-cold: share of the copy rate of the same minute?",
-        rule="best_copy_share", bar=0.85, sense=">=", needs=("triton", "tilelang"),
+        question="mHC post at 16,384 tokens, L2-cold: share of the copy rate of the same minute, slower backend?",
+        rule="worst_copy_share", bar=0.85, sense=">=", needs=(),
+        least=dict.fromkeys(paths(("triton", "tilelang"), ("kernel_us", "copy_us")), 30),
+        given=dict.fromkeys(paths(("triton", "tilelang"), ("kernel_bytes", "copy_bytes")), _COPY_BYTES),
     ),
     "decode_speed_up": Point(
         question="Decode of 4 Flash-width layers (64 experts, batch 1): how many times faster than Hugging Face eager?",
-        rule="speed_up", bar=20, sense=">=", needs=("ours", "theirs"),
+        rule="speed_up", bar=20, sense=">=", needs=(), least={"ours": 30, "theirs": 30},
     ),
     # ---- the run itself
     "gpu_tests": Point(
         question="pytest -m gpu: how many tests did not pass?", rule="not_passed", bar=0, sense="==",
-        needs=paths(PARTS, ("passed", "failed", "errors", "skipped")),
+        needs=lambda: (*required.tests(), *paths(PARTS, (*OUTCOMES, "collected"))),
     ),
     "whole_run_s": Point(
-        question="Seconds of the whole run?", rule="largest", bar=480, needs=("seconds",),
+        question="Seconds of the whole run?", rule="largest", bar=480, needs=(),
+        least={"seconds": 1},
     ),
 }  # fmt: skip

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .place import Place
-from .points import POINTS, SampleError
+from .points import POINTS
+from .rules import SampleError
 from .running import Run, run_stages
 from .sections import SECTIONS, Section
 

@@ -3,6 +3,7 @@
 What a test left is recorded as soon as it ends, so that a part that is stopped says how far it came.
 """
 
+import ast
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ MEASURED = (
 (``case_*``, ``replay_*``, ``poison``, ``batch_independence``): not run a second time. Names are beginnings."""
 _SLOW_S = 1.0
 _STACKS_AFTER_S = 60  # a test that takes longer shows where it is
-_OUTCOMES = ("passed", "failed", "errors", "skipped")
+OUTCOMES = ("passed", "failed", "errors", "skipped")
 
 
 def files(part: str) -> list[str]:
@@ -41,6 +42,32 @@ def files(part: str) -> list[str]:
     named = {file for each in _NAMED.values() for file in each}
     every = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text())
     return [name for name in (path.relative_to(ROOT).as_posix() for path in every) if name not in named]
+
+
+def functions(part: str) -> list[str]:
+    """Functions of a part that need a GPU, as :class:`Outcomes` names them, without those of :data:`MEASURED`.
+
+    Read from the sources, so that a report can be judged without importing the tests.
+    """
+    found = []
+    for file in files(part):
+        tree = ast.parse((ROOT / file).read_text())
+        whole = any("mark.gpu" in ast.unparse(node) for node in tree.body if _assigns(node, "pytestmark"))
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+                marked = whole or any("mark.gpu" in ast.unparse(each) for each in node.decorator_list)
+                if marked and not f"{file}::{node.name}".startswith(MEASURED):
+                    found.append(name_of(f"{file}::{node.name}"))
+    return found
+
+
+def name_of(test: str) -> str:
+    """The function of a test as pytest names it, with its module: what needs no slash."""
+    return test.partition("[")[0].replace(".py::", ".").replace("/", ".")
+
+
+def _assigns(node: ast.stmt, name: str) -> bool:
+    return isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
 
 
 def suite(place: Place, record: "Record", part: str) -> None:
@@ -61,12 +88,18 @@ def suite(place: Place, record: "Record", part: str) -> None:
 
 
 class Outcomes:
-    """A plugin of pytest that counts outcomes in ``found`` and writes them down test by test."""
+    """A plugin of pytest that counts outcomes in ``found`` and writes them down test by test.
+
+    ``functions`` holds the passed tests of each, which a report must name; ``names`` whatever did not pass.
+    """
 
     def __init__(self, record: "Record") -> None:
-        self.found: dict[str, Any] = dict.fromkeys(_OUTCOMES, 0) | {"names": []}
+        self.found: dict[str, Any] = dict.fromkeys(("collected", *OUTCOMES), 0) | {"functions": {}}
         self.slow: dict[str, float] = {}
         self._record = record
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        self.found["collected"] = len(session.items)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """A test passes in its call; it can fail or be skipped in any of its phases, and anew in its teardown."""
@@ -85,7 +118,11 @@ class Outcomes:
         if outcome is not None:
             self.found[outcome] += 1
             if outcome != "passed":
-                self.found["names"].append(f"{report.nodeid} {outcome}: {_reason(report)}"[:200])
+                names = self.found.setdefault("names", [])
+                names.append(f"{report.nodeid} {outcome}: {_reason(report)}"[:200])
+            else:
+                function = name_of(report.nodeid)
+                self.found["functions"][function] = self.found["functions"].get(function, 0) + 1
         seconds = getattr(report, "duration", 0.0)
         if seconds >= _SLOW_S:
             self.slow[f"{report.nodeid} {getattr(report, 'when', 'collect')}"] = round(seconds, 1)

@@ -1,11 +1,14 @@
 """Recomputes a report from its raw samples: every value and pass, the points that must exist, and the clean tree."""
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from .points import POINTS, SampleError
+from .points import POINTS
+from .rules import SampleError
+from .sections import SECTIONS
 
 TOP_KEYS = ("gpu", "torch", "triton", "commit", "clean_tree", "started", "seconds", "kernels", "warm_keys", "points")
 POINT_KEYS = ("question", "samples", "value", "bar", "sense", "pass", "seconds", "command")
@@ -45,7 +48,7 @@ def problems(report: dict[str, Any], missed: dict[str, dict[str, Any]]) -> list[
     found = [f"{key}: the report lacks it" for key in TOP_KEYS if key not in report]
     if report.get("clean_tree") is not True:
         found.append(f"clean_tree: must be true, got {report.get('clean_tree')!r}")
-    if not isinstance(report.get("commit"), str) or len(report["commit"]) != 40:
+    if not re.fullmatch("[0-9a-f]{40}", str(report.get("commit"))):
         found.append(f"commit: must be 40 hex digits, got {report.get('commit')!r}")
     for key in ("kernels", "warm_keys"):
         if not isinstance(report.get(key), list) or not report[key]:
@@ -79,9 +82,14 @@ def _description_problems(report: dict[str, Any]) -> list[str]:
     whole = report.get("points", {}).get("whole_run_s", {}).get("value")
     if report.get("seconds") != whole:
         found.append(f"seconds: must be the value of whole_run_s, {whole!r}, got {report.get('seconds')!r}")
+    for key in ("torch", "triton"):
+        if not re.match(r"\d+\.\d+", str(report.get(key))):
+            found.append(f"{key}: must be a version, got {report.get(key)!r}")
     for key in ("sections", "details"):
         if not isinstance(report.get(key), dict):
             found.append(f"{key}: must be an object, got {report.get(key)!r}")
+        elif key == "sections" and (lacking := sorted(SECTIONS.keys() - report[key].keys())):
+            found.append(f"sections: must hold every section, lacks {', '.join(lacking)}")
     return found
 
 
@@ -93,7 +101,7 @@ def _point_problems(name: str, entry: dict[str, Any] | None, stated: dict[str, A
     if lacking:
         return lacking
     point, found = POINTS[name], []
-    if not isinstance(entry["seconds"], int | float) or entry["seconds"] < 0:
+    if not isinstance(entry["seconds"], int | float) or not entry["seconds"] >= 0:
         found.append(f"seconds must be a number from 0, got {entry['seconds']!r}")
     if not str(entry["command"]).startswith("tools/gpu_check.sh "):
         found.append(f"command must be one of tools/gpu_check.sh, got {entry['command']!r}")

@@ -22,7 +22,7 @@ from dsv4.ops._jit_libraries import jit_libraries
 from . import children
 from .common import Record
 from .models import LIBRARIES, nano_engine, settings_of, using_backend
-from .place import NANO, Place, cache_environment
+from .place import DEEP_GEMM_CACHE, NANO, Place, cache_environment
 
 GEMM_OPS = ("linear", "one_row", "few_rows", "one_row_fp8", "few_rows_fp8", "fp8_linear", "grouped_o_proj",
             "one_row_o_proj", "few_rows_o_proj", "expert_ffn", "indexer_logits", "deep_gemm")  # fmt: skip
@@ -38,7 +38,7 @@ def cold_and_warm(place: Place, record: Record, prepared: Sequence[children.Chil
             child.go()
             found = child.result()
             details.setdefault(backend, {})[kind] = found
-            seconds[backend] = {"call_s": found["call_s"]}
+            seconds[backend] = {"call_s": found["call_s"], "keys": found["num_keys"]}
             if kind == "cold":
                 gemm[backend] = found["gemm"]
 
@@ -68,13 +68,19 @@ def prewarm_child(place: Place, backend: str, kind: str) -> dict[str, Any]:
 
 
 def _gemm_keys(keys: Iterable[tuple]) -> dict[str, Any]:
-    """GEMM keys by op, and DeepGEMM's next to the kernels in its cache directory."""
-    by_op = Counter(str(key[0]) for key in keys if key[0] in GEMM_OPS)
-    built = snapshot(Path(os.environ["DG_JIT_CACHE_DIR"]))
+    """GEMM keys by op; DeepGEMM's next to the kernels in its cache directory, each by what it was instantiated with."""
+    counted = [key for key in keys if key[0] in GEMM_OPS]
+    by_op = Counter(str(key[0]) for key in counted)
+    built = snapshot(Path(os.environ[DEEP_GEMM_CACHE])).values()
     return {
-        "gemm_keys": sum(by_op.values()), "by_op": dict(by_op), "deep_gemm_keys": by_op["deep_gemm"],
-        "deep_gemm_kernels": len(built),
+        "gemm_keys": sum(by_op.values()), "by_op": dict(by_op),
+        "deep_gemm_keys": _as_texts(key for key in counted if key[0] == "deep_gemm"),
+        "deep_gemm_kernels": _as_texts(built),
     }  # fmt: skip
+
+
+def _as_texts(keys: Iterable[tuple]) -> list[str]:
+    return sorted(" ".join(map(str, key[1:])) for key in keys)
 
 
 def settings_of_width(width: str, place: Place) -> Any:
@@ -163,18 +169,14 @@ def cold_key(place: Place, record: Record) -> None:
     with record.block("cold_key_in_capture") as (found,):
         x, weight = torch.randn(3, 1234, device=place.device), torch.randn(1234, device=place.device)
         found["rms_norm"] = {
-            "message": _while_capturing(lambda: ops.rms_norm(x, weight, eps=1e-6), _runtime.ColdKernelError),
-            "must_name": ["rms_norm", "1234", "prewarm"],
+            "message": _while_capturing(lambda: ops.rms_norm(x, weight, eps=1e-6), _runtime.ColdKernelError)
         }
     with record.block("cold_key_in_capture") as (found,):
         from dsv4.prewarming import warm_kernels
 
         settings = settings_of(place, "off", token_budget=64, max_requests=4)
         found["prewarm"] = {
-            "message": _while_capturing(
-                lambda: warm_kernels(settings_of_width("flash", place), settings), RuntimeError
-            ),
-            "must_name": ["outside stream capture", "before the first capture"],
+            "message": _while_capturing(lambda: warm_kernels(settings_of_width("flash", place), settings), RuntimeError)
         }
 
 
