@@ -101,7 +101,7 @@ def gemm_nt(
         ValueError: ``out`` is not bf16, or the sizes do not fit (:func:`fits`).
         ColdKernelError: see ``_runtime.require_known``.
     """
-    _check("gemm_nt", x, weight, out)
+    _check("gemm_nt", weight, out)
     if x.shape[0] == 0:
         return
     key = keys.gemm(x.shape[0], *weight.shape, num_sms())
@@ -129,7 +129,7 @@ def m_grouped_gemm_nt_contiguous(
         ValueError: as :func:`gemm_nt`, or T is not a multiple of 128.
         ColdKernelError: see ``_runtime.require_known``.
     """
-    _check("m_grouped_gemm_nt_contiguous", x, weight[0], out)
+    _check("m_grouped_gemm_nt_contiguous", weight[0], out)
     if x.shape[0] % keys.GROUP_ROWS:
         raise ValueError(f"deep_gemm grouped rows must be a multiple of {keys.GROUP_ROWS}, got {x.shape[0]}")
     if x.shape[0] == 0:
@@ -194,7 +194,7 @@ def hc_prenorm_gemm(streams: torch.Tensor, fn: torch.Tensor, out: torch.Tensor, 
     _call(key, streams.device, "tf32_hc_prenorm_gemm", streams, fn, out, square_sums, splits)
 
 
-def _check(name: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def _check(name: str, weight: torch.Tensor, out: torch.Tensor) -> None:
     if out.dtype != torch.bfloat16:
         raise ValueError(f"deep_gemm {name} result must be bfloat16, got {out.dtype}")
     if not fits(*weight.shape):

@@ -55,7 +55,7 @@ def reference(
     if positions.shape[0] != o.shape[0]:  # a single position would broadcast
         raise ValueError(f"grouped_o_proj positions must have {o.shape[0]} rows, got {positions.shape[0]}")
     turned = _rope.rotate(o, _rope.table_rows(rope_table, positions), inverse=True)
-    groups, rank, width = weight.shape
+    _, rank, width = weight.shape
     for group, (target, matrix) in enumerate(zip(out.split(rank, dim=1), weight)):
         heads = turned.flatten(1)[:, group * width : (group + 1) * width]
         target.copy_(product(heads, matrix, deterministic=deterministic))

@@ -141,7 +141,7 @@ def test_a_chunk_over_several_blocks(nano_model, golden):
     fresh = make_engine(nano_model, prefix_reuse=False)
     for shared, cached in ((300, 0), (512, 512)):
         hit, hit_logits, _ = run_alone(engine, text[:shared] + tail)
-        cold, cold_logits, _ = run_alone(fresh, text[:shared] + tail)
+        _, cold_logits, _ = run_alone(fresh, text[:shared] + tail)
         assert hit.cached_tokens == cached
         for position, want in cold_logits.items():
             assert (hit_logits[position] - want).abs().max().item() <= LOGITS_ATOL

@@ -132,7 +132,7 @@ def test_hooks_that_were_there_before_still_fire(monkeypatch):
     monkeypatch.undo()
 
 
-def test_monitors_nest_and_close_in_any_order(monkeypatch, tmp_path):
+def test_monitors_nest_and_close_in_any_order():
     outer, inner = JitMonitor(libraries=TRITON), JitMonitor(libraries=TRITON)
     outer.__enter__()
     inner.__enter__()
@@ -354,7 +354,7 @@ def test_the_libraries_of_this_process():
 
 
 @pytest.mark.gpu
-def test_launches_on_the_device(monkeypatch, tmp_path):
+def test_launches_on_the_device(monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", None)  # the real driver
     x = torch.ones(100, device="cuda")
     with JitMonitor(libraries=TRITON) as monitor:

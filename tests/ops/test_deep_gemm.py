@@ -274,8 +274,8 @@ def test_index_scores_without_rows_requests_or_pages(library):
     assert nothing.isneginf().all() and library.calls == []
 
 
-def test_which_index_scores_are_sent_there(library, monkeypatch, few_rows_are_enough):
-    q, weights, cache, positions, requests, tables = index_case()
+def test_which_index_scores_are_sent_there(library, few_rows_are_enough):
+    q, _, cache, _, _, tables = index_case()
     usual = {"deterministic": False, "max_bytes": 64 << 20}
 
     def serves(q=q, cache=cache, tables=tables, dtype=torch.float32, **rest):
@@ -307,7 +307,7 @@ def test_index_cases(library):
 
 
 @pytest.mark.parametrize("outs, width, dtype", [(256, 200, BF16), (9, 384, BF16), (256, 384, torch.float32)])
-def test_what_does_not_suit_is_not_sent_there(library, monkeypatch, outs, width, dtype):
+def test_what_does_not_suit_is_not_sent_there(library, outs, width, dtype):
     from dsv4.ops import _triton
 
     g = torch.Generator().manual_seed(0)

@@ -102,7 +102,7 @@ def test_absent_experts_and_pads_are_not_read():
 
 def test_repeated_expert_counts_twice():
     args, limit, _ = make("fp32", 4, seed=5)
-    x, x_scale, ids, route, *weights = args
+    x, x_scale, _, route, *weights = args
     twice = torch.full((4, 2), 3, dtype=torch.int32)
     got = ops.expert_ffn(x, x_scale, twice, route[:, :2], *weights, limit=limit, deterministic=True)
     once = [

@@ -101,7 +101,7 @@ def test_a_failure_stays_armed(entry):
     assert entry(torch.tensor(0)) == 1 and not _runtime.first_uses
 
 
-def test_several_ranks_are_an_error(entry, monkeypatch, tmp_path):
+def test_several_ranks_are_an_error(entry, monkeypatch):
     message = (
         "kernels must be warm on every rank before the first op, got a first call of dsv4::plus_one in a process of "
         r"{} ranks: call dsv4.prewarm\(model\) on every rank"
