@@ -13,6 +13,14 @@ from ._triton import dtype_key, launch
 _GROUP = 128
 
 
+@triton.jit
+def swiglu(gate, up, limit):
+    """``silu(min(gate, limit)) * clamp(up, -limit, limit)`` of fp32 tiles; NaN stays NaN."""
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
 @triton.jit(do_not_specialize=["limit"])
 def _swiglu(
     gate_up_ptr, out_ptr, scale_ptr, weight_ptr, limit,
@@ -31,9 +39,7 @@ def _swiglu(
     base = gate_up_ptr + row * (2 * inner)
     gate = tl.load(base + column, mask=read, other=0.0).to(tl.float32)
     up = tl.load(base + inner + column, mask=read, other=0.0).to(tl.float32)
-    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
-    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    value = swiglu(gate, up, limit)
     if weighted:
         value = value * weight
     if quantize:

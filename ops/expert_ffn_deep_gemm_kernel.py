@@ -22,6 +22,7 @@ from . import _deep_gemm, _deep_gemm_keys, _expert_blocks_kernel
 from ._quant_kernel import quantize_fp8_rows
 from ._registry import Arguments
 from ._runtime import Key
+from ._swiglu_kernel import swiglu
 from ._triton import launch
 from .shapes import Shape
 
@@ -73,10 +74,8 @@ def _activate(
     base = gate_up_ptr + slot.to(tl.int64)[:, None] * (2 * inner) + column[None, :]
     gate = tl.load(base, mask=held[:, None], other=0.0).to(tl.float32)
     up = tl.load(base + inner, mask=held[:, None], other=0.0).to(tl.float32)
-    gate = tl.where(gate > limit, limit, gate)  # comparisons let a NaN through, minimum would not
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     route = tl.load(route_ptr + pair, mask=held, other=0.0)
-    value = gate / (1.0 + tl.exp(-gate)) * up * route[:, None]
+    value = swiglu(gate, up, limit) * route[:, None]
     codes, scale = quantize_fp8_rows(value.to(tl.bfloat16).to(tl.float32))
     tl.store(out_ptr + slot.to(tl.int64)[:, None] * inner + column[None, :], codes, mask=held[:, None])
     tl.store(scale_ptr + group.to(tl.int64) * capacity + slot, scale, mask=held)

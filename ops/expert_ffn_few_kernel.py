@@ -21,6 +21,7 @@ import triton.language as tl
 from ._fp4_kernel import e2m1_fp16
 from ._quant_kernel import quantize_fp8_rows
 from ._runtime import Key
+from ._swiglu_kernel import swiglu
 from ._triton import launch
 
 MOST_ROWS = 4  # served whatever the number of experts
@@ -151,9 +152,7 @@ def _activate(gate_up_ptr, ids_ptr, route_ptr, out_ptr, scale_ptr, experts, limi
     source = gate_up_ptr + pair * (2 * inner) + column
     gate = tl.load(source, mask=column < inner, other=0.0).to(tl.float32)
     up = tl.load(source + inner, mask=column < inner, other=0.0).to(tl.float32)
-    gate = tl.where(gate > limit, limit, gate)  # comparisons let a NaN through, minimum would not
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    value = gate / (1.0 + tl.exp(-gate)) * up * tl.load(route_ptr + pair)
+    value = swiglu(gate, up, limit) * tl.load(route_ptr + pair)
     codes, scale = quantize_fp8_rows(value.to(tl.bfloat16).to(tl.float32)[None, :])
     _store_split(tl.reshape(codes, [128]).to(tl.float16), out_ptr + pair * padded, tl.program_id(1) * 128, padded)
     tl.store(scale_ptr + pair * (padded // 128) + tl.program_id(1) + tl.arange(0, 1), scale)

@@ -25,11 +25,10 @@ import triton.language as tl
 
 from . import _expert_blocks_kernel, expert_ffn_few_kernel
 from ._fp4_kernel import e2m1, e8m0, spoil
+from ._quant_kernel import round_columns_to_fp8
 from ._runtime import Key
+from ._swiglu_kernel import swiglu
 from ._triton import dtype_key, launch
-
-_FP8_MAX = tl.constexpr(448.0)
-_FP8_FLOOR_BITS = tl.constexpr(0x38D1B717)  # 1e-4
 
 
 @triton.jit
@@ -89,19 +88,6 @@ def _accumulate_fp4(
     acc = tl.dot(w2, x2, acc)
     acc = tl.dot(w3, x3, acc)
     return acc, tl.maximum(largest, codes.to(tl.int32))
-
-
-@triton.jit
-def _rounded_to_fp8(x):
-    """Columns of ``x [n <= 128, pairs]`` fp32 rounded to e4m3 with one power-of-two scale each, and back."""
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)  # integer order is float order, NaN on top
-    amax = tl.maximum(bits, _FP8_FLOOR_BITS).to(tl.float32, bitcast=True)
-    ratio = tl.div_rn(amax, tl.full(amax.shape, _FP8_MAX, tl.float32)).to(tl.int32, bitcast=True)
-    exponent = (ratio >> 23) + ((ratio & 0x7FFFFF) != 0).to(tl.int32)
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    scaled = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[None, :]  # a power of two: exact
-    scaled = tl.where(scaled > _FP8_MAX, _FP8_MAX, tl.where(scaled < -_FP8_MAX, -_FP8_MAX, scaled))
-    return scaled.to(tl.float8e4nv).to(tl.float32) * scale[None, :]
 
 
 @triton.jit(do_not_specialize=["experts"], do_not_specialize_on_alignment=["scale_ptr", "ids_ptr"])
@@ -195,14 +181,12 @@ def _gate_up(
     dtype = out_ptr.dtype.element_ty
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
-    gate = tl.where(gate > limit, limit, gate)  # comparisons let a NaN through, minimum would not
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     route = tl.load(route_ptr + pair, mask=held, other=0.0)
-    value = gate / (1.0 + tl.exp(-gate)) * up * route[None, :]
+    value = swiglu(gate, up, limit) * route[None, :]
     value = value.to(dtype)
     if fmt == "fp4" or fmt == "fp8":
         value = tl.where(inside[:, None], value.to(tl.float32), 0.0)
-        value = _rounded_to_fp8(value).to(dtype)
+        value = round_columns_to_fp8(value).to(dtype)
     tl.store(out_ptr + slot[None, :] * inner + target[:, None], value, mask=inside[:, None])
 
 

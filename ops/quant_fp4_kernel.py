@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from ._aligned import aligned
+from ._quant_kernel import block_scale, magnitude_bits
 from ._triton import dtype_key, launch
 
 _GROUP = 32
@@ -19,12 +20,7 @@ def _quant_fp4(x_ptr, packed_ptr, scale_ptr, total, groups: tl.constexpr, group:
     inside = row < total - first
     offset = row[:, None] * group + tl.arange(0, group)[None, :]
     x = tl.load(x_ptr + first * group + offset, mask=inside[:, None], other=0.0).to(tl.float32)
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # integer order is float order for non-negative floats
-    amax = tl.maximum(tl.max(bits, axis=1), _AMAX_FLOOR_BITS).to(tl.float32, bitcast=True)
-    ratio = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)).to(tl.int32, bitcast=True)
-    exponent = (ratio >> 23) + ((ratio & 0x7FFFFF) != 0).to(tl.int32)
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)  # of a power of two: exact, and so the products
+    exponent, _, inverse = block_scale(tl.max(magnitude_bits(x), axis=1), _AMAX_FLOOR_BITS, 6.0)
     size = tl.abs(x * inverse[:, None])
     code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
     code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
