@@ -13,7 +13,7 @@ import triton.language as tl
 
 from . import _device, _paged
 from ._compressor import Partials, StepRows
-from ._triton import launch
+from ._triton import launch, names
 
 POOL_TILE = 4096  # pooled positions times channels per program: two fp32 tiles, 64 registers of 128 threads
 SEARCH_BLOCK = 256  # requests looked at in one step of the search
@@ -241,7 +241,7 @@ def second_key(
     """
     if entry is None:
         return ("compressor_store", ratio, row_width)
-    return ("compressor_finish", ratio, row_width, *entry[:4], *_device.names(entry[4]))
+    return ("compressor_finish", ratio, row_width, *entry[:4], *names(entry[4]))
 
 
 def finish_and_store(

@@ -33,11 +33,6 @@ def tile_width(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def names(*dtypes: torch.dtype) -> tuple[str, ...]:
-    """Dtypes as a launch key holds them."""
-    return tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
 def in_place(op: str, buffer: torch.Tensor) -> torch.Tensor:
     """``buffer`` itself, which a kernel changes in place and therefore needs contiguous."""
     if not buffer.is_contiguous():

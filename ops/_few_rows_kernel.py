@@ -14,7 +14,7 @@ import triton.language as tl
 from . import _matmul_tiles as tiles, _one_row_kernel as one_row
 from ._aligned import aligned
 from ._runtime import Key
-from ._triton import launch
+from ._triton import launch, names
 
 _TOKEN_TILES = {torch.bfloat16: (8, 16, 32), torch.float8_e4m3fn: (8, 16, 32, 64)}  # above: tiles of 64 weight rows
 MOST_OUTS = 16384  # from here on tiles of 64 weight rows fill a GPU several times and read longer lines
@@ -132,7 +132,7 @@ def _options(x: torch.Tensor, half: int) -> dict[str, int]:
 
 def _key(x: torch.Tensor, dtype: torch.dtype, options: dict[str, int]) -> Key:
     name = "few_rows" if x.dtype == torch.bfloat16 else "few_rows_fp8"
-    return (name, options["tokens"], options["unit"], int(options.get("halves", 0)), str(dtype).removeprefix("torch."))
+    return (name, options["tokens"], options["unit"], int(options.get("halves", 0)), *names(dtype))
 
 
 def key(x: torch.Tensor, dtype: torch.dtype, half: int = 0) -> Key:

@@ -44,25 +44,9 @@ def pre(*args: Any, **keywords: Any) -> None:
     _pre().run(*args, **keywords)
 
 
-def post_pre(
-    y: torch.Tensor,
-    streams: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    fn: torch.Tensor,
-    scale: torch.Tensor,
-    base: torch.Tensor,
-    norm_weight: torch.Tensor,
-    partials: torch.Tensor,
-    new_streams: torch.Tensor,
-    x: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor],
-    **keywords: Any,
-) -> None:
-    """Write the mixed streams to ``new_streams``, and what :func:`pre` makes of them to ``x`` and ``weights``."""
-    _pre().run_after_post(
-        y, streams, post, comb, fn, scale, base, norm_weight, partials, new_streams, x, weights, **keywords
-    )  # fmt: skip
+def post_pre(*args: Any, **keywords: Any) -> None:
+    """Mix after a sublayer and collapse before the next one; arguments as ``mhc_pre_kernel.run_after_post``."""
+    _pre().run_after_post(*args, **keywords)
 
 
 def post_cases(op: str, shape: Shape, arguments: Callable[[], Arguments]) -> tuple[PrewarmCase, ...]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from . import _matmul_tiles as tiles
 from ._aligned import aligned
 from ._runtime import Key
-from ._triton import launch
+from ._triton import launch, names
 
 BLOCK = 128  # codes with one scale
 
@@ -112,7 +112,7 @@ def _options(x: torch.Tensor, half: int) -> dict[str, int]:
 def _key(dtype: torch.dtype, options: dict[str, int]) -> Key:
     name = "one_row_fp8" if "halves" in options else "one_row"
     picked = (options["span"], options["unit"], int(options.get("halves", 0)))
-    return (name, *picked, str(dtype).removeprefix("torch."))
+    return (name, *picked, *names(dtype))
 
 
 def key(x: torch.Tensor, dtype: torch.dtype, half: int = 0) -> Key:

@@ -4,8 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _device
-from ._triton import launch
+from ._triton import launch, names
 
 TOPK_ROWS = 4  # rows per program: one per warp
 HASH_ROWS = 32
@@ -130,7 +129,7 @@ def route_topk(
 
 def hash_key(topk: int, table: torch.dtype, tokens: torch.dtype) -> tuple[str | int, ...]:
     """What a ``route_hash`` launch is specialised on."""
-    return ("route_hash", topk, *_device.names(table, tokens))
+    return ("route_hash", topk, *names(table, tokens))
 
 
 def route_hash(

@@ -67,6 +67,11 @@ def recording() -> Iterator[list[Launch]]:
         _recorded = before
 
 
+def names(*dtypes: torch.dtype) -> tuple[str, ...]:
+    """Dtypes as a launch key holds them."""
+    return tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
 def dtype_key(*tensors: torch.Tensor) -> tuple[str, ...]:
-    """Dtype names of ``tensors`` for a launch key."""
-    return tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
+    """Dtypes of ``tensors`` as a launch key holds them."""
+    return names(*(tensor.dtype for tensor in tensors))

@@ -12,7 +12,7 @@ import triton.language as tl
 from . import _few_rows_kernel as few_rows, _matmul_tiles as tiles
 from ._aligned import aligned
 from ._runtime import Key
-from ._triton import launch
+from ._triton import launch, names
 
 
 @triton.jit(do_not_specialize=["num_tokens", "units", "out_units", "half"])
@@ -87,7 +87,7 @@ def _options(x: torch.Tensor, weight: torch.Tensor, half: int, deterministic: bo
 
 def _key(dtype: torch.dtype, options: dict[str, int]) -> Key:
     picked = (options[name] for name in ("tokens", "unit", "out_unit", "halves", "woven"))
-    return ("fp8_linear", *map(int, picked), str(dtype).removeprefix("torch."))
+    return ("fp8_linear", *map(int, picked), *names(dtype))
 
 
 def key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, half: int = 0, *, deterministic: bool) -> Key:

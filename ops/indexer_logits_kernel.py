@@ -13,7 +13,7 @@ import triton.language as tl
 from . import _paged
 from ._device import find_row, load_rows, rounded, tile_width
 from ._runtime import Key
-from ._triton import dtype_key, launch
+from ._triton import dtype_key, launch, names
 
 FEW_ROWS = 64  # up to here every row gets its own programs: there are too few to share keys and fill the device
 ROWS = 8  # rows that share keys beyond that
@@ -115,7 +115,7 @@ def key(q: torch.Tensor, cache: torch.Tensor, dtype: torch.dtype, entry_block: i
     """What the launch is specialised on."""
     heads, dim = q.shape[1:]
     sizes = (heads, dim, _paged.page_rows(cache, dim), entry_block)
-    return ("indexer_logits", *sizes, *dtype_key(q, cache), str(dtype).removeprefix("torch."))
+    return ("indexer_logits", *sizes, *dtype_key(q, cache), *names(dtype))
 
 
 def run(

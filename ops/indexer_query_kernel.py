@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from . import _device
-from ._triton import launch
+from ._triton import launch, names
 
 HEADS = 16  # heads per program: 2048 elements of dim 128, 16 per thread
 
@@ -46,7 +46,7 @@ def key(
     dim: int, rope_dim: int, quantize: str, act: torch.dtype, weights: torch.dtype, out: torch.dtype
 ) -> tuple[str | int, ...]:
     """What a launch is specialised on."""
-    return ("indexer_query", dim, rope_dim, quantize, *_device.names(act, weights, out))
+    return ("indexer_query", dim, rope_dim, quantize, *names(act, weights, out))
 
 
 def run(

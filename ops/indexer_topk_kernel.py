@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _device
-from ._triton import launch
+from ._triton import launch, names
 
 ALIGNMENT = tl.constexpr(16)  # scores; a row length that is a multiple allows vector loads, as the model's are
 BLOCK = 2048  # scores per step
@@ -93,7 +92,7 @@ def _indexer_topk(
 
 def key(dtype: torch.dtype, num_entries: int) -> tuple[str | int, ...]:
     """What a launch is specialised on."""
-    return ("indexer_topk", *_device.names(dtype), int(num_entries % ALIGNMENT.value == 0))
+    return ("indexer_topk", *names(dtype), int(num_entries % ALIGNMENT.value == 0))
 
 
 def run(scores: torch.Tensor, positions: torch.Tensor, picks: torch.Tensor, ratio: int) -> None:

@@ -7,7 +7,7 @@ import triton.language as tl
 from . import _few_rows_kernel as few_rows, _matmul_tiles as tiles
 from ._aligned import aligned
 from ._runtime import Key
-from ._triton import dtype_key, launch
+from ._triton import dtype_key, launch, names
 
 
 @triton.jit(do_not_specialize=["num_tokens", "units", "out_units"])
@@ -50,7 +50,7 @@ def _options(x: torch.Tensor, weight: torch.Tensor) -> dict[str, int]:
 
 def _key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, options: dict[str, int]) -> Key:
     picked = (options["tokens"], options["unit"], options["out_unit"])
-    return ("linear", *picked, *dtype_key(x, weight), str(dtype).removeprefix("torch."))
+    return ("linear", *picked, *dtype_key(x, weight), *names(dtype))
 
 
 def key(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, *, deterministic: bool) -> Key:

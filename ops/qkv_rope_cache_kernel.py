@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from . import _device, _paged
-from ._triton import launch
+from ._triton import launch, names
 
 HEADS = 4  # heads per program: 2048 elements of head_dim 512, 16 per thread
 
@@ -53,7 +53,7 @@ def key(
     dim: int, rope_dim: int, page_rows: int, quantize: bool, act: torch.dtype, cache: torch.dtype
 ) -> tuple[str | int, ...]:
     """What a launch is specialised on."""
-    return ("qkv_rope_cache", dim, rope_dim, page_rows, int(quantize), *_device.names(act, cache))
+    return ("qkv_rope_cache", dim, rope_dim, page_rows, int(quantize), *names(act, cache))
 
 
 def run(
