@@ -31,8 +31,8 @@ def rows_32768(place: Place, record: Record, backend: str) -> None:
     All elements must be defined, whatever the memory held before; those of some rows are compared with references that
     see these rows alone, which is the same because no row of these ops sees another one. One call takes up to 10 GB.
     """
-    calls = [(name, "", call, 65 if place.dry else 32768) for name, call in CALLS.items()]
-    calls += [(name, "beyond", call, 65 if place.dry else rows) for name, (call, rows) in BEYOND.items()]
+    calls = [(name, "", call, 67 if place.dry else 32768) for name, call in CALLS.items()]
+    calls += [(name, "beyond", call, 68 if place.dry else rows) for name, (call, rows) in BEYOND.items()]
     for name, beyond, call, rows in calls:
         if backend == "libraries" and (name not in OPS or (place.dry and name == "indexer_logits")):
             continue
