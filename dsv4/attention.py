@@ -57,7 +57,8 @@ class Indexer(Buffers):
 
     def __init__(self, config: ModelConfig, execution: Execution, view: WeightView, ratio: int) -> None:
         super().__init__()
-        self.execution, self.ratio = execution, ratio
+        self.execution = execution
+        self._numbers = {"ratio": ratio, "dtype": execution.score_dtype, "deterministic": execution.deterministic}
         self.heads, self.dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
         self.wq_b = Projection(execution, view.sub("wq_b"), decides=True)
         self.compressor = Compressor(config, execution, view.sub("compressor"), ratio, execution.index_quantize)
@@ -83,21 +84,18 @@ class Indexer(Buffers):
         self, q: torch.Tensor, weights: torch.Tensor, inputs: StepInputs, index_entries: torch.Tensor
     ) -> torch.Tensor:
         """``[T, entries]`` in the mode's score dtype; −inf where an entry is not visible."""
-        return ops.indexer_logits(
-            q,
-            weights,
-            index_entries,
-            inputs.positions,
-            inputs.row_requests,
-            inputs.block_tables,
-            ratio=self.ratio,
-            dtype=self.execution.score_dtype,
-            deterministic=self.execution.deterministic,
-        )
+        return ops.indexer_logits(q, weights, index_entries, *self._places(inputs), **self._numbers)
 
-    def picks(self, scores: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        """``[T, index_topk]`` int32 entry numbers, ascending, −1 last."""
-        return ops.indexer_topk(scores, inputs.positions, ratio=self.ratio, topk=self.topk)
+    def picks(
+        self, q: torch.Tensor, weights: torch.Tensor, inputs: StepInputs, index_entries: torch.Tensor
+    ) -> torch.Tensor:
+        """``[T, index_topk]`` int32 numbers of the entries with the highest scores, ascending, −1 last."""
+        places = self._places(inputs)
+        return ops.indexer_picks(q, weights, index_entries, *places, topk=self.topk, **self._numbers)
+
+    @staticmethod
+    def _places(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return inputs.positions, inputs.row_requests, inputs.block_tables
 
 
 class Attention(Buffers):
@@ -133,11 +131,19 @@ class Attention(Buffers):
 
     def index_scores(self, x: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
         """Scores ``[T, entries]`` of a ratio-4 layer against the entries already in ``cache``."""
+        indexer, *queries = self._index_queries(x, inputs)
+        return indexer.scores(*queries, inputs, cache.index_entries)
+
+    def index_picks(self, x: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
+        """``[T, index_topk]`` entries of a ratio-4 layer that ``x`` picks among those already in ``cache``."""
+        indexer, *queries = self._index_queries(x, inputs)
+        return indexer.picks(*queries, inputs, cache.index_entries)
+
+    def _index_queries(self, x: torch.Tensor, inputs: StepInputs) -> tuple[Indexer, torch.Tensor, torch.Tensor]:
         if self.indexer is None:
             raise ValueError(f"index scores need a layer of ratio 4, got ratio {self.ratio}")
         *latent, _ = self.query_latent(x)
-        queries = self.indexer.queries(x, tuple(latent), self.rope_table, inputs)
-        return self.indexer.scores(*queries, inputs, cache.index_entries)
+        return self.indexer, *self.indexer.queries(x, tuple(latent), self.rope_table, inputs)
 
     def forward(self, x: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
         """``x [T, D]`` (normalised) -> ``[T, D]``; writes this step's rows and entries into ``cache``."""
@@ -167,8 +173,7 @@ class Attention(Buffers):
             self.compressor.update(kv_score, table, inputs, cache.state, cache.entries)
         if self.indexer is not None:
             self.indexer.compressor.update(index_kv_score, table, inputs, cache.index_state, cache.index_entries)
-            scores = self.indexer.scores(*index_queries, inputs, cache.index_entries)
-            picks = self.indexer.picks(scores, inputs)
+            picks = self.indexer.picks(*index_queries, inputs, cache.index_entries)
         ops.sparse_attention(
             q,
             cache.window,

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .config import ModelConfig
 from .inputs import check_token_ids
+from .prompts import TokenIds, plain_ids
 from .runner import Runner, Sequence
 
 
@@ -35,8 +37,9 @@ def prefill(
         yield runner.run([sequence.segment(part, rows)])
 
 
-def last_logits(runner: Runner, token_ids: Rows[int], *, chunk: int | None = None) -> torch.Tensor:
+def last_logits(runner: Runner, token_ids: TokenIds, *, chunk: int | None = None) -> torch.Tensor:
     """fp32 logits ``[V]`` after ``token_ids``, prefilled ``chunk`` tokens at a time."""
+    token_ids = plain_ids(token_ids, "prompt must be")
     check_prompt(runner, token_ids, "prompt")
     for logits, _ in prefill(runner, token_ids, chunk=chunk):
         pass
@@ -58,7 +61,12 @@ def window_starts(num_tokens: int, window: int) -> range:
     return range(0, max(num_tokens - window - 2, 0), window)
 
 
-def score(runner: Runner, token_ids: Rows[int], *, window: int, mtp: bool = False) -> Score:
+def check_mtp(config: ModelConfig) -> None:
+    if not config.num_nextn_predict_layers:
+        raise ValueError("mtp scoring needs a model with an MTP block, got num_nextn_predict_layers 0")
+
+
+def score(runner: Runner, token_ids: TokenIds, *, window: int, mtp: bool = False) -> Score:
     """NLL of ``ids[k+1 … k+window]`` given ``ids[k … k+window-1]``, for every window start ``k``.
 
     With ``mtp`` the MTP block, fed the streams at position j and token j+1, is scored on token j+2.
@@ -71,11 +79,12 @@ def score(runner: Runner, token_ids: Rows[int], *, window: int, mtp: bool = Fals
         raise ValueError(f"window must be at least 1 token, got {window}")
     if window > runner.max_tokens:
         raise ValueError(f"window must be at most {runner.max_tokens} tokens, got {window}")
+    token_ids = plain_ids(token_ids, "tokens must be")
     starts = window_starts(len(token_ids), window)
     if not starts:
         raise ValueError(f"tokens must be at least {window + 3} for one window of {window}, got {len(token_ids)}")
-    if mtp and not runner.model.mtp:
-        raise ValueError("mtp scoring needs a model with an MTP block, got num_nextn_predict_layers 0")
+    if mtp:
+        check_mtp(runner.model.config)
     check_token_ids(token_ids, runner.model.config.vocab_size, "tokens")
     losses, draft_losses = [], []
     for k in starts:
@@ -204,7 +213,7 @@ def _compare_attention(runner, layer, base, x, inputs, recorded) -> dict[str, fl
         found[f"{base}.attn.index_score"] = relative_rms(scores.float(), want.float())
     want = recorded.get(f"{base}.attn.indexer.topk")
     if want is not None:
-        picks = attention.indexer.picks(attention.index_scores(x, inputs, cache), inputs)
+        picks = attention.index_picks(x, inputs, cache)
         changed = picks_changed(picks, want, attention.ratio)
         if changed is not None:
             found[f"{base}.attn.picks_changed"] = changed

@@ -16,6 +16,7 @@ from .fp8_linear import fp8_linear  # noqa: E402
 from .fp8_linear_decoded import fp8_linear_decoded  # noqa: E402
 from .grouped_o_proj import grouped_o_proj  # noqa: E402
 from .indexer_logits import indexer_logits  # noqa: E402
+from .indexer_picks import indexer_picks  # noqa: E402
 from .indexer_query import indexer_query  # noqa: E402
 from .indexer_topk import indexer_topk  # noqa: E402
 from .linear import linear  # noqa: E402

@@ -9,7 +9,8 @@ Numerics: ``float32``: fp32 throughout. ``bfloat16`` (the official code): the do
 product are each rounded to bf16; the sum over heads is fp32 and rounds once.
 ``deterministic``: every row is scored alone, by products of one fixed shape. Otherwise the shape of the products may
 depend on the number of rows and entries.
-Memory: temporaries stay under ``TEMPORARY_BYTES`` (beyond one row times ``ENTRY_TILE`` entries, which must fit).
+Memory: temporaries stay under ``TEMPORARY_BYTES`` (beyond one row times ``ENTRY_TILE`` entries, which must fit). The
+result has no bound: ``indexer_picks``, which is what the model calls, makes it part by part.
 Kernels: with the ``gemm`` backend ``deep_gemm``, DeepGEMM serves e4m3 queries on an FP8 cache with fp32 scores where
 many rows share a request (``_indexer_deep_gemm.serves``). It cannot serve what the two numerics modes of the model
 pass: ``official`` needs the dot product, the weighted value and the sum rounded to bf16 one by one, which its kernel
@@ -37,14 +38,15 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _RATIO = 4  # of the layers that have an indexer
 
 
-def _alloc(
+def num_entries_of(
     q: torch.Tensor,
     weights: torch.Tensor,
     cache: torch.Tensor,
     block_tables: torch.Tensor,
     ratio: int,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> int:
+    """Scores of a row; raises the op's errors."""
     if dtype not in _DTYPES:
         raise ValueError(f"indexer_logits dtype must be float32 or bfloat16, got {dtype}")
     if q.dtype not in (*_DTYPES, torch.float8_e4m3fn):
@@ -56,7 +58,18 @@ def _alloc(
         raise ValueError(f"indexer_logits ratio must be at least 1, got {ratio}")
     if cache.dtype != torch.uint8 and cache.shape[2] != q.shape[2]:
         raise ValueError(f"indexer_logits cache must have dimension {q.shape[2]}, got {cache.shape[2]}")
-    num_entries = block_tables.shape[1] * _paged.page_rows(cache, q.shape[2])
+    return block_tables.shape[1] * _paged.page_rows(cache, q.shape[2])
+
+
+def _alloc(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    ratio: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    num_entries = num_entries_of(q, weights, cache, block_tables, ratio, dtype)
     return q.new_empty((q.shape[0], num_entries), dtype=dtype)
 
 
@@ -195,5 +208,5 @@ indexer_logits = register(
     example=example,
     cuda=cuda,
     cuda_cases=cuda_cases,
-    boundary=True,
+    role="part",
 )

@@ -20,13 +20,18 @@ _BYTES_PER_SCORE = 32  # masked copy, sorted values and order of one score, and 
 _RATIO = 4  # of the layers that have an indexer
 
 
-def _alloc(scores: torch.Tensor, ratio: int, topk: int) -> torch.Tensor:
-    if scores.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"indexer_topk scores must be float32 or bfloat16, got {scores.dtype}")
+def check_numbers(dtype: torch.dtype, ratio: int, topk: int) -> None:
+    """Raise the op's errors; ``dtype`` is that of the scores."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"indexer_topk scores must be float32 or bfloat16, got {dtype}")
     if ratio < 1:
         raise ValueError(f"indexer_topk ratio must be at least 1, got {ratio}")
     if topk < 1:
         raise ValueError(f"indexer_topk topk must be at least 1, got {topk}")
+
+
+def _alloc(scores: torch.Tensor, ratio: int, topk: int) -> torch.Tensor:
+    check_numbers(scores.dtype, ratio, topk)
     return scores.new_empty((scores.shape[0], min(topk, scores.shape[1])), dtype=torch.int32)
 
 
@@ -93,5 +98,5 @@ indexer_topk = register(
     example=example,
     cuda=cuda,
     cuda_cases=cuda_cases,
-    boundary=True,
+    role="part",
 )

@@ -75,7 +75,7 @@ def _c3_process(rank: int, size: int, directory: Path, device: str) -> dict[str,
 
 # ---- C5, C6: lengths that are zero, or negative ----------------------------------------------------------------------
 
-LENGTH_OPS = ("indexer_logits", "indexer_topk", "sparse_attention", "qkv_rope_cache", "compressor_update")
+LENGTH_OPS = ("indexer_picks", "indexer_logits", "indexer_topk", "sparse_attention", "qkv_rope_cache", "compressor_update")
 
 
 def c5(device: str = "cuda") -> dict[str, Any]:

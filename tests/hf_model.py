@@ -191,11 +191,11 @@ def run_ours(model: DeepseekV4, token_ids: list[int], chunks: tuple[int, ...] | 
 
 def _record_choices(patch: MonkeyPatch) -> list[Choice]:
     choices: list[Choice] = []
-    indexer_topk, route_topk = ops.indexer_topk, ops.route_topk
+    indexer_picks, route_topk = ops.indexer_picks, ops.route_topk
 
-    def record_entries(scores, positions, **numbers):
-        picks = indexer_topk(scores, positions, **numbers)
-        choices.append(Choice(picks, scores))
+    def record_entries(*args, topk, **numbers):
+        picks = indexer_picks(*args, topk=topk, **numbers)
+        choices.append(Choice(picks, ops.indexer_logits(*args, **numbers)))
         return picks
 
     def record_experts(logits, bias, num_valid, **numbers):
@@ -203,7 +203,7 @@ def _record_choices(patch: MonkeyPatch) -> list[Choice]:
         choices.append(Choice(ids, _routing.scores(logits) + bias))
         return ids, weights
 
-    patch.setattr(ops, "indexer_topk", record_entries)
+    patch.setattr(ops, "indexer_picks", record_entries)
     patch.setattr(ops, "route_topk", record_experts)
     return choices
 

@@ -197,12 +197,12 @@ def window_off_by_one(patch: MonkeyPatch, model: DeepseekV4) -> None:
 
 def entries_one_late(patch: MonkeyPatch, model: DeepseekV4) -> None:
     """A window's last token does not see the entry that it completes."""
-    picks = ops.indexer_topk
+    picks = ops.indexer_picks
 
-    def earlier(scores, positions, *, ratio, topk):
-        return picks(scores, (positions - 1).clamp_min(-1), ratio=ratio, topk=topk)
+    def earlier(q, weights, cache, positions, *places, **numbers):
+        return picks(q, weights, cache, (positions - 1).clamp_min(-1), *places, **numbers)
 
-    patch.setattr(ops, "indexer_topk", earlier)
+    patch.setattr(ops, "indexer_picks", earlier)
 
 
 def router_bias_in_weights(patch: MonkeyPatch, model: DeepseekV4) -> None:

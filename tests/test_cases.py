@@ -239,7 +239,7 @@ def rotated_values(runner: Runner, layer: int, x: torch.Tensor, positions: range
     if attention.ratio:
         first, last = positions.start // attention.ratio, positions.stop // attention.ratio
         values["entries"] = cache.entries.flatten(0, 1)[first:last]
-        values["index_q"] = calls.last["indexer_logits"][0]
+        values["index_q"] = calls.last["indexer_picks"][0]
         values["index_k"] = cache.index_entries.flatten(0, 1)[first:last]
     return {name: value.clone() for name, value in values.items()}
 

@@ -141,5 +141,5 @@ def test_layer_streams_and_selection(make_runner, golden):
     visible = want.isfinite()
     assert torch.equal(scores[:, :10].isfinite(), visible) and not scores[:, 10:].isfinite().any()
     assert (scores[:, :10][visible] - want[visible]).abs().max() <= LAYERS_ATOL
-    picks = block.attn.indexer.picks(scores, inputs)
+    picks = block.attn.index_picks(x, inputs, cache)
     assert torch.equal(picks[:, :10], recorded["p40.layer2.attn.indexer.topk"]) and (picks[:, 10:] == -1).all()

@@ -15,7 +15,8 @@ from expecttest import TestCase
 from dsv4 import ops
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "ops.md"
-ROLES = {"model ops": "model", "parallel ops": "parallel", "tools": "tool"}  # by heading of the document
+# by heading of the document
+ROLES = {"model ops": "model", "part ops": "part", "parallel ops": "parallel", "tools": "tool"}
 
 
 def listing() -> str:
@@ -56,6 +57,8 @@ dsv4::grouped_o_proj(Tensor o, Tensor rope_table, Tensor positions, Tensor weigh
     bool deterministic) -> Tensor
 dsv4::indexer_logits(Tensor q, Tensor weights, Tensor cache, Tensor positions, Tensor row_requests,
     Tensor block_tables, *, int ratio, ScalarType dtype, bool deterministic) -> Tensor
+dsv4::indexer_picks(Tensor q, Tensor weights, Tensor cache, Tensor positions, Tensor row_requests,
+    Tensor block_tables, *, int ratio, ScalarType dtype, int topk, bool deterministic) -> Tensor
 dsv4::indexer_query(Tensor q, Tensor weights, Tensor rope_table, Tensor positions, *, float scale, str quantize,
     ScalarType dtype) -> (Tensor q, Tensor weights)
 dsv4::indexer_topk(Tensor scores, Tensor positions, *, int ratio, int topk) -> Tensor
