@@ -16,7 +16,7 @@ from .graphs.device_graphs import CudaGraphs, DeviceGraphs
 from .graphs.prewarm import PrewarmReport
 from .model import DeepseekV4
 from .ops._jit_libraries import imported_libraries
-from .prewarming import choose_backends, disarm, warm_kernels
+from .prewarming import warm_kernels
 
 
 class Hardware(Protocol):
@@ -33,7 +33,7 @@ class Hardware(Protocol):
         store: dist.Store | None,
         progress: bool,
     ) -> PrewarmReport | None:
-        """Warm every kernel of ``model``; ``None`` if the settings switch that off."""
+        """Warm every kernel of ``model``, or only agree with the other ranks if the settings switch that off."""
         ...
 
     def graphs(self) -> DeviceGraphs:
@@ -80,10 +80,6 @@ class CudaHardware:
         store: dist.Store | None,
         progress: bool,
     ) -> PrewarmReport | None:
-        choose_backends(settings)
-        if not settings.prewarm:
-            disarm(model)
-            return None
         return warm_kernels(model.config, settings, group=group, store=store, progress=progress)
 
     def graphs(self) -> DeviceGraphs:

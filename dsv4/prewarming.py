@@ -24,6 +24,7 @@ from .graphs.deep_gemm_cache import compile_ahead, counter as deep_gemm_counter
 from .graphs.jit_monitor import Counter, JitMonitor
 from .graphs.prewarm import PrewarmReport, prewarm
 from .graphs.ranks import default_group
+from .graphs.warmer import Show
 from .model import DeepseekV4
 from .ops import PrewarmCase, _backends, _runtime
 from .ops._jit_libraries import NOT_IMPORTED, imported_libraries
@@ -96,8 +97,9 @@ def warm_kernels(
         progress: show progress on stderr.
     """
     device = torch.device(settings.device)
-    choose_backends(settings)
+    enabled = settings.prewarm and prewarm_enabled()
     decision = {
+        "prewarm": settings.prewarm,
         "config": config.to_dict(),
         "numerics": settings.numerics,
         "token_budget": settings.token_budget,
@@ -105,9 +107,15 @@ def warm_kernels(
         "gemm_backend": settings.gemm_backend,
         "expert_weights": settings.expert_weights,
     }
-    cases = prewarm_cases(config, device, settings.max_rows, settings.expert_weights)  # imports what they need
-    if device.type == "cuda" and settings.gemm_backend == "deep_gemm" and prewarm_enabled():
-        _compile_deep_gemm(config.shape(), settings)
+
+    def cases() -> list[PrewarmCase]:
+        choose_backends(settings)
+        return prewarm_cases(config, device, settings.max_rows, settings.expert_weights)
+
+    def compile_ahead(show: Show) -> None:
+        if device.type == "cuda" and settings.gemm_backend == "deep_gemm":
+            _compile_deep_gemm(config.shape(), settings, show)
+
     with stage_progress("prewarm", enabled=progress) as show:
         report = prewarm(
             cases,
@@ -121,20 +129,23 @@ def warm_kernels(
             progress=show,
             group=group or default_group(),
             store=store,
-            monitor=_monitor() if count else None,
-            enabled=prewarm_enabled(),
+            compile_ahead=compile_ahead,
+            monitor=_monitor if count else None,
+            enabled=enabled,
         )
-    if prewarm_enabled():
+    if enabled:
         _runtime.seal()
     name = _name(config, settings)
-    _warm.add(name)  # also with the kernels switched off: ranks have agreed, and nobody wants them warmed later
-    _disarm(name)
+    if settings.prewarm:
+        _warm.add(name)  # also if the environment switched the kernels off: ranks agreed, and nobody wants them later
+    _unwarmed.pop(name, None)
+    _runtime.disarm_first_use(name)
     return report
 
 
 def warm_loaded(config: ModelConfig, settings: EngineConfig, *, progress: bool = True) -> PrewarmReport | None:
     """The prewarm at the tail of weight loading: after the last tensor, before caches are sized and graphs captured."""
-    if torch.device(settings.device).type == "cuda" and settings.prewarm:
+    if torch.device(settings.device).type == "cuda":
         return warm_kernels(config, settings, progress=progress)
     return None
 
@@ -146,7 +157,7 @@ def run_case(case: PrewarmCase) -> None:
         ops.spec(case.op).overload(*args, **kwargs)
 
 
-def _compile_deep_gemm(shape: Shape, settings: EngineConfig) -> None:
+def _compile_deep_gemm(shape: Shape, settings: EngineConfig, show: Show) -> None:
     """Compile in processes what the prewarm then only loads: one process compiles one DeepGEMM kernel at a time."""
     started = time.perf_counter()
     added = compile_ahead(
@@ -156,6 +167,7 @@ def _compile_deep_gemm(shape: Shape, settings: EngineConfig) -> None:
         lock=default_compile_cache().parent / "locks" / "deep_gemm.lock",
         processes=settings.prewarm_workers,
         timeout=600,
+        show=show,
     )
     if added:
         logger.info("deep_gemm: %d kernels compiled by other processes, %.1f s", added, time.perf_counter() - started)
@@ -172,7 +184,8 @@ def _monitor() -> JitMonitor:
 def library_counts(report: PrewarmReport) -> dict[str, dict[str, Any]]:
     """Per library ``keys``, ``misses`` (compiled), ``hits`` (loaded from disk), ``seconds``; or why it is ``absent``.
 
-    DeepGEMM's loads leave no trace in this process: its hits are the keys that ran and were not compiled.
+    DeepGEMM's loads leave no trace in this process: its hits are the keys that ran and were not compiled, and its
+    seconds the larger of what its compilations took, in this or other processes, and what the calls of its keys took.
     """
     if report.jit is None:
         return {}
@@ -185,7 +198,7 @@ def library_counts(report: PrewarmReport) -> dict[str, dict[str, Any]]:
         keys, total = report.jit.libraries[name], report.jit.total(name)
         own = [seconds for key, seconds in report.seconds.items() if key[0] == name]
         hits = max(0, len(own) - total.compilations) if name == "deep_gemm" else total.loads
-        seconds = sum(own) if name == "deep_gemm" else total.seconds
+        seconds = max(sum(own), total.seconds) if name == "deep_gemm" else total.seconds
         found[name] = {
             "keys": max(len(keys), len(own)), "misses": total.compilations, "hits": hits, "seconds": seconds,
         }  # fmt: skip
@@ -266,20 +279,9 @@ def arm(model: DeepseekV4) -> None:
     _runtime.arm_first_use(name, first_use)
 
 
-def disarm(model: DeepseekV4) -> None:
-    """Leave ``model`` cold: its kernels compile when they are first called."""
-    if _has_kernels(model.embed.device):
-        _disarm(_name(model.config, settings_of(model)))
-
-
 def _has_kernels(device: torch.device) -> bool:
     """A fake of a CUDA tensor in a process without a GPU has none."""
     return device.type == "cuda" and torch.cuda.is_available()
-
-
-def _disarm(name: Hashable) -> None:
-    _unwarmed.pop(name, None)
-    _runtime.disarm_first_use(name)
 
 
 def _name(config: ModelConfig, settings: EngineConfig) -> Hashable:

@@ -113,7 +113,7 @@ class StartUp:
             if stage == "load":
                 mib = self.weight_bytes / MIB
             elif stage == "prewarm":
-                keys = len(self.prewarm.keys) if self.prewarm is not None else None
+                keys = len(self.prewarm.keys) if self.prewarm is not None and self.prewarm.enabled else None
             elif stage == "compile":
                 keys = sum(report.num_distinct_pieces for report in self.compile_reports.values())
             elif stage == "caches":

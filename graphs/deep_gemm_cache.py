@@ -17,17 +17,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 import filelock
 
 from .jit_monitor import KeyCounts
+from .warmer import Key, PrewarmProgress, Show, key_text
 
 logger = logging.getLogger(__name__)
-
-Key = tuple[str | int, ...]
 
 _MARK = "deep_gemm call"
 _LOAD = re.compile(r"^Load time \((?P<entry>.*)\): (?P<ms>[0-9.]+) ms$")
@@ -103,6 +102,7 @@ def _seconds(entry: Path) -> float:
 
 # ---- compiling ahead -------------------------------------------------------------------------------------------------
 
+_POLL_SECONDS = 0.5
 _WORTH = 3  # missing kernels from which on starting processes pays
 
 
@@ -114,6 +114,7 @@ def compile_ahead(
     lock: Path,
     processes: int,
     timeout: float,
+    show: Show = lambda event: None,
 ) -> int:
     """Let child processes compile the kernels that ``cache_dir`` lacks; returns how many they added.
 
@@ -127,19 +128,33 @@ def compile_ahead(
         lock: path of a lock file.
         processes: children at once.
         timeout: seconds, for the lock and for the children.
+        show: told of every kernel that was added.
+
+    Raises:
+        filelock.Timeout: another process kept the lock for ``timeout`` seconds.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(lock, timeout=timeout):
-        before = set(snapshot(cache_dir).values())
-        missing = [call for key, call in calls.items() if key not in before]
+        before = snapshot(cache_dir)
+        found = set(before.values())
+        missing = [call for key, call in calls.items() if key not in found]
         if len(missing) < _WORTH:
             return 0
         parts = [missing[start::processes] for start in range(min(processes, len(missing)))]
         with ThreadPoolExecutor(len(parts)) as pool:
-            failures = list(pool.map(lambda part: _run(program(part), timeout), parts))
-        for failure in filter(None, failures):
+            running = {pool.submit(_run, program(part), timeout) for part in parts}
+            shown: set[str] = set()
+            ended = 0
+            while ended < len(parts):
+                ended = len(wait(running, timeout=_POLL_SECONDS).done)  # before looking, so that nothing is missed
+                for entry, key in snapshot(cache_dir).items():
+                    if entry not in before and entry not in shown:
+                        shown.add(entry)
+                        seconds = _seconds(Path(cache_dir, "cache", entry))
+                        show(PrewarmProgress(key_text(key), "compiled", len(shown), len(missing), seconds))
+        for failure in filter(None, (future.result() for future in running)):
             logger.warning("a process that compiles DeepGEMM kernels failed: %s", failure)
-        return len(set(snapshot(cache_dir).values()) - before)
+        return len(shown)
 
 
 def _run(program: Sequence[str], timeout: float) -> str | None:

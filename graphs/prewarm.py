@@ -3,8 +3,9 @@
 Stages of one call, on every rank of the group alike:
 
 1. agree: the decision (settings, keys, and whether kernels run at all) is compared through the group's store;
-2. warm: each cold key runs once in this process. A lock file per key lets one process of this machine compile it
-   while the others take another key and come back, when the library loads it from its own disk cache;
+2. warm: the caller's ``compile_ahead``, then each cold key runs once in this process. A lock file per key lets one
+   process of this machine compile it while the others take another key and come back, when the library loads it from
+   its own disk cache;
 3. settle: synchronise, collect garbage, empty the allocator's cache;
 4. meet: no rank returns before every rank is warm, and a failure anywhere is an error everywhere.
 
@@ -24,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ import torch.distributed as dist
 
 from .jit_monitor import JitMonitor, JitReport
 from .ranks import Ranks
-from .warmer import Case, Key, PrewarmError, PrewarmProgress, Warmer, key_text
+from .warmer import Case, Key, PrewarmError, Show, Warmer, key_text
 
 logger = logging.getLogger(__name__)
 
@@ -92,29 +94,33 @@ _done: dict[tuple[str, torch.device], PrewarmReport] = {}
 
 
 def prewarm(
-    cases: Sequence[Case],
+    cases: Callable[[], Sequence[Case]],
     *,
     run: Callable[[Any], object],
     is_warm: Callable[[Key], bool],
     mark_warm: Callable[[Key], object],
     lock_dir: Path,
+    compile_ahead: Callable[[Show], object] | None = None,
     settings: Mapping[str, object],
     device: torch.device | str,
     workers: int = 1,
-    progress: Callable[[PrewarmProgress], object] | None = None,
+    progress: Show = lambda event: None,
     group: dist.ProcessGroup | None = None,
     store: dist.Store | None = None,
-    monitor: JitMonitor | None = None,
+    monitor: Callable[[], JitMonitor] | None = None,
     enabled: bool = True,
     timeout: timedelta = timedelta(minutes=30),
 ) -> PrewarmReport:
     """Warm every case; see the module's docstring.
 
     Args:
-        cases: everything that a later step can need; of equal keys the first runs.
+        cases: lists everything that a later step can need; of equal keys the first runs. If it raises, on this rank
+            alone even, every rank learns so.
         run: makes a case's call. With several workers it is called from several threads, without gradients.
         is_warm: whether a key is warm on the current device, which is ``device`` then; such a key is skipped.
         mark_warm: records a key after its call has finished on the device.
+        compile_ahead: fills the disk caches of libraries that compile one kernel at a time in one process, and shows
+            what it does by the function that it is given.
         lock_dir: of this machine, shared by its processes; created if missing.
         settings: everything else that decides what is warmed, JSON-ready: the model's config, the engine's settings.
         device: where the cases run.
@@ -122,7 +128,8 @@ def prewarm(
         progress: called whenever a key is started, waited for or done; one call at a time.
         group: ranks that must agree and wait for each other; ``None`` is this process alone.
         store: in place of the store of ``group``.
-        monitor: opened around the calls of ``run``.
+        monitor: makes the one that is opened around ``compile_ahead`` and the calls of ``run``; called after ``cases``,
+            which may import kernel libraries.
         enabled: whether to run anything.
         timeout: longest wait for another rank, or for another process that holds a key.
 
@@ -139,7 +146,7 @@ def prewarm(
         where = _indexed(torch.device(device))
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
-        unique = _distinct(cases)
+        unique = _distinct(cases())
         proposal = _proposal(unique, settings, enabled)
     except Exception as error:
         ranks.exchange("decision", {"error": f"{type(error).__name__}: {error}"})
@@ -156,7 +163,14 @@ def prewarm(
         warmer = Warmer(run, is_warm=is_warm, mark_warm=mark_warm, lock_dir=Path(lock_dir), device=where,
                         progress=progress, timeout=timeout)  # fmt: skip
         try:
-            report = _warm(warmer, unique, workers, monitor, report)
+            report = _warm(
+                warmer,
+                unique,
+                workers,
+                monitor and monitor(),
+                compile_ahead and partial(compile_ahead, progress),
+                report,
+            )
         except Exception as error:
             failure = error
     report = _meet(ranks, report, failure)
@@ -253,10 +267,17 @@ def _differing_keys(first: Sequence[str], other: Sequence[str]) -> list[str]:
 
 
 def _warm(
-    warmer: Warmer, cases: Mapping[Key, Case], workers: int, monitor: JitMonitor | None, report: PrewarmReport
+    warmer: Warmer,
+    cases: Mapping[Key, Case],
+    workers: int,
+    monitor: JitMonitor | None,
+    compile_ahead: Callable[[], object] | None,
+    report: PrewarmReport,
 ) -> PrewarmReport:
     started = time.perf_counter()
     with monitor or nullcontext():
+        if compile_ahead is not None:
+            compile_ahead()
         warmer.run_all(list(cases.values()), workers)
     _settle(torch.device(report.device))
     return replace(

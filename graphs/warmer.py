@@ -43,13 +43,17 @@ class PrewarmProgress:
     """One change of one key: ``waiting`` for another process, ``started``, ``done`` or ``skipped``.
 
     ``num_done`` of ``num_keys`` are done or skipped by now; ``seconds`` is the key's own time once it is done.
+    ``compiled``: ahead of its call, as one of ``num_keys`` that were missing.
     """
 
     key: str
-    state: Literal["waiting", "started", "done", "skipped"]
+    state: Literal["compiled", "waiting", "started", "done", "skipped"]
     num_done: int
     num_keys: int
     seconds: float
+
+
+Show = Callable[[PrewarmProgress], object]
 
 
 def key_text(key: Key) -> str:
@@ -74,7 +78,7 @@ class Warmer:
         mark_warm: Callable[[Key], object],
         lock_dir: Path,
         device: torch.device,
-        progress: Callable[[PrewarmProgress], object] | None,
+        progress: Show,
         timeout: timedelta,
     ) -> None:
         lock_dir.mkdir(parents=True, exist_ok=True)
@@ -165,6 +169,5 @@ class Warmer:
                 self.seconds[key] = seconds
             if state == "skipped":
                 self.skipped.add(key)
-            if self._progress is not None:
-                num_done = len(self.seconds) + len(self.skipped)
-                self._progress(PrewarmProgress(key_text(key), state, num_done, self._num_keys, seconds))
+            num_done = len(self.seconds) + len(self.skipped)
+            self._progress(PrewarmProgress(key_text(key), state, num_done, self._num_keys, seconds))

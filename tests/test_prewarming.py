@@ -134,7 +134,7 @@ def test_the_first_call_warms_once(nano_model, calls, first_call):
     prewarming.arm(nano_model("exact"))  # another numerics of the same shape needs the same kernels
     assert calls == []
     assert first_call() == first_call() == 2
-    assert len(calls) == 2 and calls[0].cases and not _runtime.first_uses
+    assert len(calls) == 2 and calls[0].cases() and not _runtime.first_uses
     prewarming.arm(nano_model("official"))
     first_call()
     assert len(calls) == 2
@@ -168,8 +168,12 @@ def test_a_model_that_is_gone_stays_cold(nano_config, nano_model, calls, first_c
 
 def test_an_engine_that_switched_it_off_stays_cold(nano_model, calls, first_call):
     prewarming.arm(nano_model("official"))
-    prewarming.disarm(nano_model("official"))
-    assert first_call() == 2 and calls == []
+    settings = EngineConfig()
+    object.__setattr__(settings, "prewarm", False)  # the setting has no effect on the CPU and would be refused
+    dsv4.prewarm(nano_model("official"), settings)
+    assert first_call() == 2 and [call.enabled for call in calls] == [False]  # the ranks agreed on that
+    prewarming.arm(nano_model("official"))  # another model, of no engine
+    assert first_call() == 2 and [call.enabled for call in calls] == [False, True]
 
 
 def test_the_switch_of_the_environment_still_compares(nano_model, calls, first_call, monkeypatch):
@@ -227,9 +231,9 @@ def test_order_of_start_up(monkeypatch):
 def test_the_tail_of_loading_warms_on_a_gpu_alone(monkeypatch):
     made = []
     monkeypatch.setattr(prewarming, "warm_kernels", lambda config, settings, **_: made.append(settings.device))
-    for device, enabled in (("cpu", True), ("cuda", False), ("cuda:1", True)):
-        prewarming.warm_loaded(flash_config(), SimpleNamespace(device=device, prewarm=enabled))
-    assert made == ["cuda:1"]
+    for device in ("cpu", "cuda", "cuda:1"):
+        prewarming.warm_loaded(flash_config(), SimpleNamespace(device=device))
+    assert made == ["cuda", "cuda:1"]
 
 
 # ---- a second engine -------------------------------------------------------------------------------------------------
@@ -291,6 +295,9 @@ def test_ranks_of_torch_distributed_agree(tmp_path: Path):
     found = run_ranks(world_of_two, 2, tmp_path)
     head = f"{PrewarmError.__name__}: every rank must prewarm the same as rank 0, got "
     assert {f["differs"] for f in found} == {head + "rank 1: settings.token_budget is 64, not 128"}
+    assert {f["switched"] for f in found} == {
+        head + "rank 1: enabled is false, not true; rank 1: settings.prewarm is false, not true"
+    }
     assert found[0]["decision"] == found[1]["decision"] and [len(f["rank_seconds"]) for f in found] == [2, 2]
     assert all(f["armed"] == 0 for f in found)
 

@@ -140,8 +140,12 @@ def _warm(names: tuple[str, ...], shape: Any, device: str, directory: Path, run:
     from dsv4.ops._jit_libraries import jit_libraries
 
     where = torch.device(device)
-    cases = [case for name in names for case in ops.spec(name).prewarm_cases(shape, where, 4096)]
+
+    def cases() -> list[ops.PrewarmCase]:
+        return [case for name in names for case in ops.spec(name).prewarm_cases(shape, where, 4096)]
+
     return prewarm(
         cases, run=run, is_warm=_runtime.is_warm, mark_warm=_runtime.mark_warm, lock_dir=directory / "locks",
-        settings={"shape": shape.name}, device=where, group=group, monitor=JitMonitor(libraries=jit_libraries()),
+        settings={"shape": shape.name}, device=where, group=group,
+        monitor=lambda: JitMonitor(libraries=jit_libraries()),
     )  # fmt: skip

@@ -57,12 +57,14 @@ class FakeKernels:
         path = self.directory / "log"
         return path.read_text().splitlines() if path.exists() else []
 
-    def prewarm(self, keys: list[tuple[str | int, ...]], **options: Any) -> Any:
+    def prewarm(self, keys: Any, **options: Any) -> Any:
+        """``keys``: a list of keys, or a function that lists cases."""
         defaults = {
             "run": self.run, "is_warm": self.warm.__contains__, "mark_warm": self.warm.add, "settings": {},
             "lock_dir": self.directory / "locks", "device": "cpu", "timeout": timedelta(seconds=SECONDS),
         }  # fmt: skip
-        return prewarm([FakeCase(key) for key in keys], **(defaults | options))
+        cases = keys if callable(keys) else lambda: [FakeCase(key) for key in keys]
+        return prewarm(cases, **(defaults | options))
 
 
 def run_ranks(program: Callable[..., Any], size: int, directory: Path, *args: Any) -> list[Any]:
@@ -134,7 +136,7 @@ def skewed_compile(rank: int, size: int, directory: Path, slow_rank: int, limit:
 def _outcome(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (PrewarmError, ValueError) as error:
+    except (PrewarmError, TimeoutError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "passed"
 
@@ -155,6 +157,11 @@ def decisions(rank: int, size: int, directory: Path) -> dict[str, Any]:
     found["switch"] = _outcome(lambda: call(keys, enabled=rank != 1))
     found["switch off"] = _outcome(lambda: call(keys, enabled=False, settings={"seed": min(rank, 1)}))
     found["bad argument"] = _outcome(lambda: call(keys, workers=0 if rank == 2 else 1))
+
+    def lacking() -> list[FakeCase]:
+        raise ValueError("a library must be installed, got none")
+
+    found["no cases"] = _outcome(lambda: call(lacking if rank == 1 else keys))
     found["ran before agreement"] = list(kernels.run_keys)
 
     def broken(case: FakeCase) -> None:
@@ -162,6 +169,12 @@ def decisions(rank: int, size: int, directory: Path) -> dict[str, Any]:
             raise RuntimeError("no such instruction")
 
     found["failure"] = _outcome(lambda: call(keys, run=broken))
+
+    def ahead(show: Any) -> None:
+        if rank == 2:
+            raise TimeoutError("lock must be free")
+
+    found["ahead"] = _outcome(lambda: call(keys, run=lambda case: None, compile_ahead=ahead))
     kernels.warm.clear()
     found["all well"] = _outcome(lambda: call(keys))
     found["run"] = list(kernels.run_keys)
@@ -194,13 +207,16 @@ def world_of_two(rank: int, size: int, directory: Path) -> dict[str, Any]:
     prewarming.prewarm_cases = lambda *_: [FakeCase(("a", 1))]
     prewarming.run_case = kernels.run
 
-    def warm(token_budget: int) -> Any:
-        return prewarming.warm_kernels(flash_config(), EngineConfig(token_budget=token_budget))
+    def warm(token_budget: int = 128, prewarm: bool = True) -> Any:
+        settings = EngineConfig(token_budget=token_budget)
+        object.__setattr__(settings, "prewarm", prewarm)  # it has no effect on the CPU and would be refused
+        return prewarming.warm_kernels(flash_config(), settings)
 
     differs = _outcome(lambda: warm(64 if rank else 128))
-    report = warm(128)
+    switched = _outcome(lambda: warm(prewarm=rank == 0))
+    report = warm()
     return {
-        "differs": differs, "decision": report.decision, "rank_seconds": report.rank_seconds,
+        "differs": differs, "switched": switched, "decision": report.decision, "rank_seconds": report.rank_seconds,
         "armed": len(_runtime.first_uses),
     }  # fmt: skip
 
@@ -232,8 +248,8 @@ def same_triton_key(rank: int, size: int, directory: Path) -> dict[str, Any]:
     _meet_in(directory, rank, size)
     monitor = JitMonitor(libraries={"triton": triton, "tilelang": "not part of this test"})
     report = prewarm(
-        [FakeCase(("scale_rows", 64))], run=run, is_warm=warm.__contains__, mark_warm=warm.add, settings={},
-        lock_dir=directory / "locks", device="cpu", monitor=monitor, timeout=timedelta(seconds=SECONDS),
+        lambda: [FakeCase(("scale_rows", 64))], run=run, is_warm=warm.__contains__, mark_warm=warm.add, settings={},
+        lock_dir=directory / "locks", device="cpu", monitor=lambda: monitor, timeout=timedelta(seconds=SECONDS),
     )  # fmt: skip
     total = report.jit.total("triton")
     return {"counts": (total.compilations, total.loads), "binaries": binaries, "warm": warm}

@@ -149,7 +149,12 @@ def test_compiling_ahead(tmp_path, caplog):
 
     calls = {("deep_gemm", "f", n): n for n in range(5)}
     where = {"lock": tmp_path / "locks" / "lock", "processes": 2, "timeout": 60}
-    assert compile_ahead(calls, program, tmp_path, **where) == 5
+    shown = []
+    assert compile_ahead(calls, program, tmp_path, **where, show=shown.append) == 5
+    assert [(event.state, event.num_done, event.num_keys) for event in shown] == [
+        ("compiled", n, 5) for n in range(1, 6)
+    ]
+    assert {event.key for event in shown} == {f"deep_gemm/f/{n}" for n in range(5)}
     assert sorted(made) == [[0, 2, 4], [1, 3]] and set(snapshot(tmp_path).values()) == set(calls)
     few = calls | {("deep_gemm", "f", n): n for n in (5, 6)}
     assert compile_ahead(few, program, tmp_path, **where) == 0 and len(made) == 2  # two are compiled in the call

@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 import threading
+import time
 from collections import Counter
 from datetime import timedelta
 
@@ -114,8 +115,30 @@ def test_refused_during_capture(kernels, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="outside stream capture, .* call it after loading the weights, before the"):
-        kernels.prewarm([("a", 1)])
+        kernels.prewarm([("a", 1)], compile_ahead=lambda show: kernels.run_keys.append(("ahead",)))
     assert kernels.run_keys == []
+
+
+def test_compiling_ahead_is_a_part_of_the_prewarm(kernels):
+    """After the agreement, before the keys, inside the monitor; not again, and not if nothing is to run."""
+    total, shown, order = {}, [], []
+
+    def ahead(show):
+        order.append(list(kernels.run_keys))
+        total["x"] = KeyCounts(1, 0, 0.5)
+        show(PrewarmProgress("x", "compiled", 1, 1, 0.5))
+        time.sleep(0.2)
+
+    options = {
+        "compile_ahead": ahead, "progress": shown.append,
+        "monitor": lambda: JitMonitor(libraries=NO_LIBRARIES, counters={"fake": lambda: total}),
+    }  # fmt: skip
+    kernels.prewarm([("a", 1)], enabled=False, **options)
+    assert order == []
+    report = kernels.prewarm([("a", 1)], **options)
+    assert order == [[]] and report.jit.total("fake") == KeyCounts(1, 0, 0.5) and report.wall_seconds >= 0.2
+    assert [(event.key, event.state) for event in shown] == [("x", "compiled"), ("a/1", "started"), ("a/1", "done")]
+    assert kernels.prewarm([("a", 1)], **options).repeated and len(order) == 1
 
 
 def test_refused_arguments(kernels):
@@ -199,7 +222,7 @@ def test_the_monitor_is_in_the_report(kernels):
 
     total["before"] = KeyCounts(7, 7, 7.0)
     monitor = JitMonitor(libraries=NO_LIBRARIES, counters={"fake": lambda: total})
-    report = kernels.prewarm([("a", 1), ("b", 2)], run=run, monitor=monitor)
+    report = kernels.prewarm([("a", 1), ("b", 2)], run=run, monitor=lambda: monitor)
     assert report.jit.total("fake") == KeyCounts(2, 0, 1.0)
     assert set(report.jit.libraries["fake"]) == {"('a', 1)", "('b', 2)"}
     assert set(report.to_dict()["jit"]["absent"]) == {"triton", "tilelang"}
@@ -217,7 +240,7 @@ def test_the_cases_of_the_ops(tmp_path):
 
     chosen = [c for c in cases if c.op in ("rms_norm", "mhc_pre", "mhc_post")]
     report = module.prewarm(
-        chosen, run=run, is_warm=warm.__contains__, mark_warm=warm.add, lock_dir=tmp_path,
+        lambda: chosen, run=run, is_warm=warm.__contains__, mark_warm=warm.add, lock_dir=tmp_path,
         settings={"shape": nano.name}, device="cpu",
     )  # fmt: skip
     assert sorted(ran) == ["mhc_post", "mhc_pre", "rms_norm"] and warm == set(report.keys) == {c.key for c in chosen}
@@ -322,11 +345,18 @@ def test_ranks_that_decide_differently(tmp_path):
         "PrewarmError: every rank must be able to prewarm, got on rank 2: "
         "ValueError: workers must be at least 1, got 0",
     }
+    assert same.pop("no cases") == {
+        "ValueError: a library must be installed, got none",
+        "PrewarmError: every rank must be able to prewarm, got on rank 1: "
+        "ValueError: a library must be installed, got none",
+    }
     assert all(f["ran before agreement"] == [] for f in found)
     own = "prewarm of b/2 must succeed, got RuntimeError: no such instruction"
     assert found[1]["failure"] == f"PrewarmError: {own}"
     assert found[0]["failure"] == found[2]["failure"] == f"PrewarmError: every rank must be warm, got rank 1: {own}"
     same.pop("failure")
+    late = {"TimeoutError: lock must be free", "PrewarmError: every rank must be warm, got rank 2: lock must be free"}
+    assert same.pop("ahead") == late
     assert same == {"all well": {"passed"}}
     assert all(f["run"] == f["run again"] == [("a", 1), ("b", 2)] and f["repeated"] for f in found)
 
