@@ -89,6 +89,8 @@ def generate(
     on_token = (lambda event: print(event.text, end="", file=sys.stderr, flush=True)) if stream else None
     serving = Engine.from_checkpoint(model, settings)
     completions, run = serving.generate_with_stats(texts, params, on_token=on_token)
+    if stream:
+        print(file=sys.stderr)
     payload = {
         "completions": [completion_payload(text, c) for text, c in zip(prompt, completions, strict=True)],
         "timings": dataclasses.asdict(serving.timings) | dataclasses.asdict(run),
@@ -122,6 +124,7 @@ def score(
 ) -> None:
     """Negative log-likelihood per window, in nats per token."""
     from . import evaluate
+    from .config import ModelConfig
     from .engine import Engine
 
     check_positive("window", window)
@@ -131,6 +134,8 @@ def score(
             raise ValueError(f"tokens file must be a list or an object with key 'tokens', got keys {sorted(value)[:8]}")
         value = value["tokens"]
     settings = engine.settings_for(window)
+    if mtp:
+        evaluate.check_mtp(ModelConfig.from_json(model))
     ids = token_ids(value, vocab_size(model), "tokens")
     if not evaluate.window_starts(len(ids), window):
         raise ValueError(f"tokens must be at least {window + 3} for one window of {window}, got {len(ids)}")
@@ -141,7 +146,8 @@ def score(
 
     def show(p: dict[str, Any]) -> None:
         mtp_text = f", MTP {p['mtp_nll']:.6f}" if mtp else ""
-        print(f"NLL {p['nll']:.6f}{mtp_text} over {len(p['nll_per_window'])} windows of {window}")
+        number = len(p["nll_per_window"])
+        print(f"NLL {p['nll']:.6f}{mtp_text} over {number} {'window' if number == 1 else 'windows'} of {window}")
 
     emit(as_json, payload, show)
 

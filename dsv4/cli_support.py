@@ -35,19 +35,17 @@ class EngineOptions:
     ] = False
     compile: Compile = "off"
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:<index>.")] = "cpu"
-    graphs: Annotated[
-        str | None, typer.Option(help="CUDA graphs: off, piecewise, full or auto; default: auto on CUDA.")
-    ] = None
+    graphs: Annotated[str, typer.Option(help="CUDA graphs: off, piecewise, full or auto.")] = "auto"
     debug_graphs: Annotated[
         bool, typer.Option("--debug-graphs", help="Compare the addresses that graphs read before every replay; slow.")
     ] = False
     mhc_backend: Annotated[str, typer.Option(help="Hyper-connection kernels on CUDA: triton or tilelang.")] = "triton"
     gemm_backend: Annotated[str, typer.Option(help="FP8 product kernels on CUDA: triton or deep_gemm.")] = "triton"
-    expert_weights: Annotated[str, typer.Option(help="FP4 experts in memory: fp4, or fp8 re-encoded without loss.")] = (
+    expert_weights: Annotated[str, typer.Option(help="FP4 experts in memory: fp4, or (official) fp8 without loss.")] = (
         "fp4"
     )
     compile_cache: Annotated[
-        Path | None, typer.Option(help="Directory that keeps compiled pieces; default: the user's cache directory.")
+        Path | None, typer.Option(help="Directory that keeps compiled pieces; default: in the user's cache directory.")
     ] = None
 
     def settings(self, **more: Any) -> "EngineConfig":

@@ -1,5 +1,6 @@
 """How many blocks the caches get: every byte of the device has its place, and what does not fit is named."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from dsv4.cache_sizing import DeviceMemory, cache_bytes, plan_cache
 from dsv4.config import flash_config
+from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
 
 from .simulated_hardware import SimulatedHardware, make
@@ -59,6 +61,13 @@ def test_caches_larger_than_the_machine_are_refused(monkeypatch):
         plan_cache(FLASH, settings, None)
     with pytest.raises(ValueError, match=f"{too_many} num_blocks"):
         plan_cache(FLASH, settings.with_blocks(32768), None)
+
+
+def test_caches_larger_than_the_machine_are_refused_before_weights_are_read(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config((4,)).to_dict()))  # and no weights
+    monkeypatch.setattr("dsv4.cache_sizing._host_bytes", lambda: 1000)
+    with pytest.raises(ValueError, match="caches must fit into host memory of 0.00 GiB"):
+        Engine.from_checkpoint(tmp_path, EngineConfig(compile="off", max_seq_len=64), progress=False)
 
 
 def test_given_blocks_must_fit():

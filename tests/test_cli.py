@@ -90,7 +90,7 @@ def test_stream_goes_to_stderr(capfd):
     )
     assert code == 0
     text = parse(out)["completions"][0]["text"]
-    assert len(text) > 5 and text in err
+    assert len(text) > 5 and f"{text}\n" in err
 
 
 def test_a_refused_prompt_leaves_the_others(capfd):
@@ -151,6 +151,8 @@ def test_score_reads_lists_and_objects(capfd, golden, tmp_path):
     assert run_json(capfd, "score", NANO, "--tokens", keyed, "--window", 64) == found
     code, out, _ = run(capfd, "score", NANO, "--tokens", keyed, "--window", 64)
     assert code == 0 and out == f"NLL {found['nll']:.6f} over 2 windows of 64\n"
+    code, out, _ = run(capfd, "score", NANO, "--tokens", keyed, "--window", 128)
+    assert code == 0 and out.endswith(" over 1 window of 128\n")
 
 
 def logits(capfd, tmp_path, prompts: list[list[int]], *flags: object) -> dict[str, torch.Tensor]:

@@ -184,6 +184,14 @@ def test_score_invalid_json(capfd, no_weights, tmp_path, text):
     assert f"tokens file must be JSON, got {path}: " in refused(capfd, *score(path))
 
 
+def test_score_of_drafts_that_nobody_makes(capfd, no_weights, tmp_path):
+    values = json.loads((NANO / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+    write_json(tmp_path / "config.json", values)
+    argv = ("score", tmp_path, "--tokens", write_json(tmp_path / "tokens.json", TOKENS), "--window", 16, "--mtp")
+    message = refused(capfd, *argv)
+    assert message == "mtp scoring needs a model with an MTP block, got num_nextn_predict_layers 0"
+
+
 def test_score_unreadable_files(capfd, no_weights, tmp_path):
     assert "must be a readable file, got /no/such/file: No such file" in refused(capfd, *score(Path("/no/such/file")))
     assert "must be a readable file" in refused(capfd, *score(tmp_path))

@@ -32,7 +32,8 @@ def test_caches_follow_the_prompts(capfd, monkeypatch, prompts, flags, sizes):
     given = [argument for prompt in prompts for argument in ("--prompt", prompt)]
     assert refused(capfd, "generate", NANO, *given, *flags) == "seen"
     limit, requests, blocks = sizes
-    assert asked == [EngineConfig(compile_cache=CACHE, max_seq_len=limit, max_requests=requests, num_blocks=blocks)]
+    sized = {"max_seq_len": limit, "max_requests": requests, "num_blocks": blocks}
+    assert asked == [EngineConfig(compile_cache=CACHE, graphs="auto", **sized)]
 
 
 def test_caches_of_exactly_what_is_needed_suffice(capfd):
