@@ -44,6 +44,17 @@ def test_one_wrong_element_of_many_shows():
     assert found["rms"] < 2.0**-9 and found["peak"] > 0.3 and found["max"] == pytest.approx(1.0, rel=0.01)
 
 
+def test_errors_of_a_large_row_are_those_of_its_size():
+    """An element of it that happens to be small has cancelled; in a row of usual size the same error is a fault."""
+    want = torch.ones(100, 64)
+    want[7] *= 1000
+    want[7, 3] = 0.0
+    for row, least, most in ((7, 0.0, 2e-3), (8, 0.01, 0.02)):
+        got = want.clone()
+        got[row, 3] += 1.0
+        assert least <= op_errors.distance(got, want)["peak"] <= most
+
+
 def test_undefined_elements_are_counted():
     scores = torch.tensor([[1.0, -torch.inf], [torch.inf, torch.nan]])
     assert op_errors.undefined(scores, holes=False) == 3 and op_errors.undefined(scores, holes=True) == 2

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tools.gpu_check.points import POINTS
 from tools.gpu_check.rules import SampleError
 
 from .gpu_report_samples import KEYS, samples_of
+from .graphs import gpu_measure
 
 LACKING = object()
 MOST = 40  # of many alike, evenly spread
@@ -175,6 +177,15 @@ def test_what_is_needed_is_what_is_measured():
     )  # fmt: skip
     for ladder, expected in ((step_ladder, required.STEP_BUCKETS), (draft_ladder, required.DRAFT_BUCKETS)):
         assert tuple(bucket.tokens for bucket in ladder(settings).buckets) == expected
+    ladders = {"step": step_ladder(settings), "draft": draft_ladder(settings)}
+    captured = {name: SimpleNamespace(ladder=ladder) for name, ladder in ladders.items()}
+    engine: Any = SimpleNamespace(
+        settings=settings, config=SimpleNamespace(vocab_size=2048), started=SimpleNamespace(captured=captured)
+    )
+    found = {
+        f"{name}/{case.kind}/{case.bucket_tokens}" for name in ladders for case in gpu_measure._cases(engine, name)
+    }
+    assert found == set(required.REPLAY_CASES)
     wide = EngineConfig(device="cpu", compile="off", token_budget=8192, max_requests=256, max_seq_len=8448)
     assert tuple(bucket.tokens for bucket in step_ladder(wide).buckets) == required.WIDE_BUCKETS
     bound = import_module("dsv4.ops.indexer_logits").TEMPORARY_BYTES

@@ -79,9 +79,10 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> dict[str, float]:
 
     Returns:
         Of floats: ``rms``, relative; ``max``, the largest absolute difference; ``peak``, the largest difference over
-        the reference's value there or its RMS, whichever is more: about 1 if one element is wrong altogether, however
-        many there are. Of anything else ``bytes_differ``, a share. ``mismatch``, ``special_differ`` or ``not_finite``
-        alone if shapes, places of infinities and NaNs, or finite places differ.
+        the reference's value there, the RMS of its row (last dimension) or of all, whichever is most: about 1 if one
+        element is wrong altogether, however many there are. Small elements of a large row are sums of large terms, so
+        that their errors are those of the row. Of anything else ``bytes_differ``, a share. ``mismatch``,
+        ``special_differ`` or ``not_finite`` alone if shapes, places of infinities and NaNs, or finite places differ.
     """
     if got.shape != want.shape or got.dtype != want.dtype:
         return {"mismatch": 1.0}
@@ -114,10 +115,13 @@ def _chunks(got: torch.Tensor, want: torch.Tensor) -> Iterator[tuple[torch.Tenso
 
 
 def _peak(got: torch.Tensor, want: torch.Tensor, rms: float) -> float:
-    worst = 0.0
-    for a, b in _chunks(got, want):
-        a, b = (torch.where(b.isfinite(), t, 0.0).double() for t in (a, b))
-        size = b.abs().clamp_min(rms) if rms else torch.ones_like(b)
+    worst, width = 0.0, want.shape[-1] if want.dim() > 1 else want.numel()
+    rows = (t.reshape(-1, width).split(max(1, _CHUNK // width)) for t in (got, want))
+    for a, b in zip(*rows, strict=True):
+        regular = b.isfinite()
+        a, b = (torch.where(regular, t, 0.0).double() for t in (a, b))
+        of_row = (b.square().sum(1, keepdim=True) / regular.sum(1, keepdim=True).clamp_min(1)).sqrt()
+        size = b.abs().maximum(of_row.clamp_min(rms)) if rms else torch.ones_like(b)
         worst = max(worst, ((a - b).abs() / size).max().item())
     return worst
 

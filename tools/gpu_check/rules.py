@@ -14,9 +14,9 @@ FAILED = 1e9  # stands for "infinitely bad", which JSON cannot hold
 # fp32: sums of up to 28,672 products in another order, sqrt(28672) * 2^-24. bf16: half of all elements off by 2^-8.
 # FP8 tensor cores add in about 14 bits: parts in 1e3 where no rounding to bf16 hides it.
 RMS_TOLERANCES = {"float32": 1e-5, "bfloat16": 2.0**-9, "fp8_sums": 2.0**-7}
-# Largest error of an element, over its reference or the RMS of all. fp32: ten times the RMS, as the extremes of 1e9
-# sums are 6 standard deviations out. bf16: one step is at most 2^-7 of a value; eight of them, since an intermediate of
-# bf16 may round the other way too.
+# Largest error of an element, over its reference, the RMS of its row or of all, whichever is most. fp32: ten times the
+# RMS, as the extremes of 1e9 sums are 6 standard deviations out. bf16: one step is at most 2^-7 of a value; eight of
+# them, since an intermediate of bf16 may round the other way too.
 PEAK_TOLERANCES = {"float32": 1e-4, "bfloat16": 2.0**-4, "fp8_sums": 3 / 16}
 # Values on their way to or in a coarse format, where rounding the other way costs one of its steps: at most 1/8 of an
 # FP8 value, half as much again for what comes on top; 1/2 of an FP4 value, or of a typical one in a block like others.
