@@ -213,7 +213,7 @@ def _compare_attention(runner, layer, base, x, inputs, recorded) -> dict[str, fl
         found[f"{base}.attn.index_score"] = relative_rms(scores.float(), want.float())
     want = recorded.get(f"{base}.attn.indexer.topk")
     if want is not None:
-        picks = attention.indexer.picks(attention.index_scores(x, inputs, cache), inputs)
+        picks = attention.index_picks(x, inputs, cache)
         changed = picks_changed(picks, want, attention.ratio)
         if changed is not None:
             found[f"{base}.attn.picks_changed"] = changed
