@@ -89,7 +89,7 @@ def _experts_made_on(device: torch.device, num_experts: int) -> Iterator[None]:
 def _calls(
     spec: ops.OpSpec, shape: Shape, dtype: torch.dtype, counts: tuple[int, ...], place: Place
 ) -> Iterator[tuple[int, Call]]:
-    """Random calls with ``counts`` rows."""
+    """Random calls with ``counts`` rows; the last of several may be a pad."""
     if spec.name not in _HEAVY or not counts:
         yield from ((rows, _example(spec, shape, rows, dtype, place)) for rows in counts)
         return
@@ -100,7 +100,8 @@ def _calls(
         cut = [a[most - rows :] if a.shape[:1] == (most,) else a for a in args]
         if "num_valid" in names and rows:
             cut[names.index("num_valid")] = torch.full_like(args[names.index("num_valid")], max(1, rows - 1))
-        yield rows, (tuple(cut), kwargs)
+        by_table = {"hashed": rows < most // 4} if "hashed" in kwargs else {}  # the largest are routed by score
+        yield rows, (tuple(cut), kwargs | by_table)
 
 
 # ---- sections --------------------------------------------------------------------------------------------------------
