@@ -1,66 +1,82 @@
-"""Every Triton launch of every op compiles ahead of time for sm_90 and sm_100; no GPU is needed."""
+"""The compilation ahead of time notices what it is there for; and kernels of other dtypes than the listed ones."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from dsv4 import ops
 from dsv4.ops import _triton
-from dsv4.ops.shapes import flash, nano
+from dsv4.ops.shapes import nano, tiny
 
+from . import aot
 from .ops import contract
 
-SMALL_FLASH = replace(flash, num_experts=8, vocab=1024)  # widths decide what is compiled, counts only cost memory
-SPECS = [s for s in ops.specs().values() if s.cuda is not None and s.name != "pcp_moe_shard"]  # launches other ops
-_POINTERS = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.bool: "*i1",
-}
+NORM = ops.spec("rms_norm")
 
 
-def source(call: _triton.Launch) -> ASTSource:
-    names = list(call.kernel.arg_names)
-    values = dict(zip(names, call.args, strict=False))
-    options = {k: v for k, v in call.meta.items() if k not in ("num_warps", "num_stages", "maxnreg")}
-    constants = {k: v for k, v in options.items()}
-    signature = {name: "constexpr" if name in constants else _type(values[name]) for name in names}
-    return ASTSource(
-        fn=call.kernel, signature=signature, constexprs={(names.index(k),): v for k, v in constants.items()}
-    )
+def listing(spec: ops.OpSpec, change) -> ops.OpSpec:
+    """``spec`` whose list of cases is changed."""
+    return replace(spec, cuda_cases=lambda *arguments: change(list(spec.cuda_cases(*arguments))))
 
 
-def _type(value) -> str:
-    if isinstance(value, torch.Tensor):
-        return _POINTERS[value.dtype]
-    if isinstance(value, bool):
-        return "i1"
-    if isinstance(value, int):
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-    return "fp32"
+def test_a_key_that_nothing_launches_is_named():
+    spec = listing(NORM, lambda cases: [*cases, replace(cases[0], key=("rms_norm", "planted"))])
+    with pytest.raises(AssertionError, match="rms_norm lists .*planted"):
+        aot.compile_op(spec, tiny, 90)
 
 
+def test_a_launch_that_is_not_listed_is_named():
+    spec = listing(ops.spec("mhc_head"), lambda cases: cases[:1])  # every call launches both kernels
+    with pytest.raises(AssertionError, match="mhc_head lists set.. and launches .*'mhc_finish'"):
+        aot.compile_op(spec, tiny, 90)
+
+
+def test_an_op_that_is_left_out_is_named(monkeypatch):
+    """The count does not hang on the tests that compile."""
+    monkeypatch.setattr(aot, "SPECS", [spec for spec in aot.SPECS if spec is not NORM][:1])
+    monkeypatch.setattr(aot, "_compiled", {})
+    with pytest.raises(AssertionError, match="keys are not compiled: .*rms_norm"):
+        aot.check_all_compiled(tiny, 90)
+
+
+def test_a_key_of_two_binaries_is_named(monkeypatch):
+    monkeypatch.setattr(aot, "_compiled", {})
+    calls = aot.launches(aot.cases(NORM, tiny))
+    same = [_triton.Launch(("planted",), call.kernel, call.grid, call.args, call.meta) for call in calls]
+    with aot.architecture(90), pytest.raises(AssertionError, match="planted.* names two binaries"):
+        aot.compiled(same, 90)
+
+
+def test_shared_memory_is_bounded(monkeypatch):
+    ((key, kernel), *_) = aot.compile_op(NORM, tiny, 90).items()
+    aot.check(key, kernel, tiny, 90)
+    monkeypatch.setattr(aot, "SHARED_MEMORY", -1)
+    with pytest.raises(AssertionError, match="bytes of shared memory"):
+        aot.check(key, kernel, tiny, 90)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("shape", [nano, pytest.param(SMALL_FLASH, marks=pytest.mark.slow)], ids=lambda s: s.name)
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
-def test_compiles(spec, shape, arch):
-    with _triton.recording() as calls:
-        for dtype in (torch.bfloat16,):
-            args, kwargs = contract.example(spec, shape, 5, dtype)
-            spec.cuda(*args, **kwargs)
-    distinct = {call.key: call for call in calls}
-    for call in distinct.values():
-        options = {k: v for k, v in call.meta.items() if k in ("num_warps", "num_stages", "maxnreg")}
-        compiled = triton.compile(source(call), target=GPUTarget("cuda", arch, 32), options=options)
-        assert compiled.asm["cubin"]
+@pytest.mark.parametrize("spec", aot.SPECS, ids=lambda s: s.name)
+def test_float32(spec, arch):
+    """Exact numerics in fp32, which no prewarm lists."""
+    args, kwargs = contract.example(spec, nano, 5, torch.float32)
+    with aot.architecture(arch), _triton.recording() as calls:
+        spec.cuda(*args, **kwargs)
+        for key, kernel in aot.compiled(calls, arch).items():
+            aot.check(key, kernel, nano, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_indexer_logits_of_fp8_queries(dtype, deterministic, arch):
+    spec = ops.spec("indexer_logits")
+    args, kwargs = contract.example(spec, nano, 5, torch.bfloat16)
+    kwargs |= {"dtype": dtype, "deterministic": deterministic}
+    with aot.architecture(arch), _triton.recording() as calls:
+        spec.cuda(args[0].to(torch.float8_e4m3fn), *args[1:], **kwargs)
+        for key, kernel in aot.compiled(calls, arch).items():
+            aot.check(key, kernel, nano, arch)

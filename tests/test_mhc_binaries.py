@@ -4,15 +4,12 @@ from importlib import import_module
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 
 from dsv4 import ops
 from dsv4.ops import _triton
 from dsv4.ops.shapes import flash, nano, tiny
 
 from .ops import contract
-from .test_triton_aot import source
 
 NAMES = ("mhc_pre", "mhc_post", "mhc_post_pre", "mhc_head", "embed_streams")
 LAST_SPLIT_CHANGE = 4225  # from here on the products of a row are not divided
@@ -85,20 +82,3 @@ def test_prewarm_of_the_embedding():
     with _triton.recording() as calls:
         spec.cuda(*args, **kwargs)
     assert [case.key] == [call.key for call in calls]
-
-
-@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["mhc_pre", "mhc_post_pre"])
-def test_few_rows_compile(name, arch):
-    for call in launches(name, 5, deterministic=False):
-        options = {k: v for k, v in call.meta.items() if k in ("num_warps", "num_stages")}
-        assert triton.compile(source(call), target=GPUTarget("cuda", arch, 32), options=options).asm["cubin"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("name", ["mhc_pre", "mhc_head", "mhc_post", "embed_streams"])
-def test_fp32_compiles(name, arch):
-    for call in launches(name, 5, torch.float32):
-        options = {k: v for k, v in call.meta.items() if k in ("num_warps", "num_stages")}
-        assert triton.compile(source(call), target=GPUTarget("cuda", arch, 32), options=options).asm["cubin"]
