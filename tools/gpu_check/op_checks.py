@@ -38,6 +38,7 @@ LAYOUT_ROWS = 33
 LONG = ("qkv_rope_cache", "compressor_update", "indexer_query", "indexer_logits", "indexer_topk", "sparse_attention",
         "grouped_o_proj")  # fmt: skip
 _HEAVY = ("expert_ffn", "pcp_moe_shard")  # weights of an example take seconds: smaller calls are the end of the largest
+_MANY = 1 << 24  # numbers that take a while on the CPU
 _WIDTHS = {"flash": flash, "pro": pro}
 
 
@@ -74,7 +75,7 @@ def _experts_made_on(device: torch.device, num_experts: int) -> Iterator[None]:
 
     def drawn(*size: Any, **options: Any) -> torch.Tensor:
         shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
-        if len(shape) != 3 or shape[0] != num_experts:
+        if len(shape) != 3 or shape[0] != num_experts or shape.numel() < _MANY:
             return randn(*size, **options)
         return randn(shape, device=device, generator=torch.Generator(device=device).manual_seed(shape.numel()))
 
