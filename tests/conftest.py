@@ -8,13 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dsv4.caches import allocate_caches
 from dsv4.checkpoint import Checkpoint
 from dsv4.config import ModelConfig
-from dsv4.execution import CacheStorage, Execution
+from dsv4.execution import Execution
 from dsv4.model import DeepseekV4
 from dsv4.runner import Runner
 from dsv4.weights import load_weights
+
+from .tiny_model import runner_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NANO = ROOT / "assets" / "nano"
@@ -48,28 +49,12 @@ def nano_model(nano_config) -> Callable[..., DeepseekV4]:
 
 @pytest.fixture
 def make_runner(nano_model) -> Callable[..., Runner]:
-    """``make_runner(numerics, max_blocks=8, num_requests=1, ...)``: an eager runner with its own caches."""
+    """``make_runner(numerics, max_blocks=8, num_requests=1, ...)``: :func:`runner_of` of nano."""
 
     def make(
-        numerics: str = "exact",
-        *,
-        max_blocks: int = 8,
-        num_requests: int = 1,
-        storage: CacheStorage | None = None,
-        max_draft: int = 0,
-        **execution: object,
+        numerics: str = "exact", *, deterministic: bool = False, dtype: torch.dtype | None = None, **sizes
     ) -> Runner:
-        model = nano_model(numerics, **execution)
-        caches = allocate_caches(
-            model.config,
-            model.execution,
-            num_blocks=max_blocks * num_requests,
-            num_window_pages=2 * max_blocks * num_requests,
-            num_slots=num_requests,
-            storage=storage or ("fp32" if model.execution.dtype == torch.float32 else "bf16"),
-            max_draft=max_draft,
-        )
-        return Runner.eager(model, caches, max_blocks)
+        return runner_of(nano_model(numerics, deterministic=deterministic, dtype=dtype), **({"max_blocks": 8} | sizes))
 
     return make
 

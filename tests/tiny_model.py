@@ -51,8 +51,14 @@ class TinyCheckpoint:
 
 
 def runner_of(
-    model: DeepseekV4, *, num_requests: int = 1, max_blocks: int = 2, storage: CacheStorage | None = None
+    model: DeepseekV4,
+    *,
+    num_requests: int = 1,
+    max_blocks: int = 2,
+    storage: CacheStorage | None = None,
+    max_draft: int = 0,
 ) -> Runner:
+    """An eager runner with caches of its own."""
     caches = allocate_caches(
         model.config,
         model.execution,
@@ -60,6 +66,7 @@ def runner_of(
         num_window_pages=2 * max_blocks * num_requests,
         num_slots=num_requests,
         storage=storage or ("fp32" if model.execution.dtype == torch.float32 else "bf16"),
+        max_draft=max_draft,
     )
     return Runner.eager(model, caches, max_blocks)
 

@@ -107,7 +107,7 @@ def test_wrong_number_of_scale_rows():
 @pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
 def test_prewarm_covers_every_step(shape):
     keys = prewarm.enumerated(SPEC, shape, 300)
-    for count in (1, 2, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 300):
+    for count in prewarm.COUNTS:
         for width in (shape.hidden, shape.q_lora_rank, shape.o_groups * shape.o_lora_rank):
             for deterministic in (False, True):
                 keywords = {"dtype": BF16, "deterministic": deterministic}

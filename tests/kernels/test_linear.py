@@ -95,7 +95,7 @@ def test_non_contiguous():
 @pytest.mark.parametrize("shape", [tiny, nano], ids=lambda s: s.name)
 def test_prewarm_covers_every_step(shape):
     keys = prewarm.enumerated(SPEC, shape, 300)
-    for count in (1, 2, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 300):
+    for count in prewarm.COUNTS:
         for kind, deterministic in itertools.product((FP32, BF16), (False, True)):
             for num_outs in (shape.num_experts, shape.vocab) if kind == FP32 else (shape.index_heads, shape.hidden):
                 args = make(count, shape.hidden, num_outs, BF16, BF16)
