@@ -114,6 +114,21 @@ def alloc_partials(streams: torch.Tensor, outputs: int, *, deterministic: bool) 
     return streams.new_empty(splits, num_tokens, partial_columns(outputs), dtype=torch.float32)
 
 
+def check_partials(partials: torch.Tensor, streams: torch.Tensor, outputs: int) -> None:
+    """Kernels index the workspace by its sizes alone, so it must be what :func:`alloc_partials` makes for ``streams``.
+
+    The launch does not know the mode, so the parts of either are right.
+    """
+    num_tokens, num_streams, hidden = streams.shape
+    splits = [num_splits(num_tokens, num_streams * hidden, deterministic=mode) for mode in (False, True)]
+    rows = (num_tokens, partial_columns(outputs))
+    if partials.shape[0] not in splits or partials.shape[1:] != rows or not partials.is_contiguous():
+        raise ValueError(
+            f"mHC workspace must be contiguous, {' or '.join(map(str, splits))} parts of {list(rows)}, "
+            f"got {list(partials.shape)} with strides {list(partials.stride())}"
+        )
+
+
 def mixes(streams: torch.Tensor, fn: torch.Tensor, eps: float, *, deterministic: bool) -> torch.Tensor:
     """``fn @ flat / rms(flat)`` of every row, flat being its M*D stream values: ``[T, fn rows]`` fp32."""
     flat = streams.float().flatten(1).contiguous()

@@ -221,6 +221,7 @@ def run(
 
     ``partials``: fp32 workspace of :func:`_mhc.alloc_partials`; its first dimension is the number of parts.
     """
+    _mhc.check_partials(partials, streams, fn.shape[0])
     if weights and _mhc_few_rows_kernel.serves(streams, fn, partials):
         _mhc_few_rows_kernel.run(
             None, streams, fn, scale, base, norm_weight, partials, x, weights,
@@ -233,7 +234,6 @@ def run(
         raise NotImplementedError(
             f"mHC kernels need {NUM_STREAMS} streams and hidden <= {MAX_HIDDEN}, got {num_streams} and {hidden}"
         )
-    assert partials.shape == (num_splits, num_tokens, columns) and partials.is_contiguous()
     streams, fn, scale, base = (t.contiguous() for t in (streams, fn, scale, base))
     norm_weight = norm_weight.float().contiguous()  # loaded as fp32: a copy only in tests
     products, finish = keys(streams, fn)
@@ -279,6 +279,7 @@ def run_after_post(
     """Write what mhc_post makes to ``new_streams``, and of these what :func:`run` makes; bitwise the same."""
     rest = (fn, scale, base, norm_weight, partials, x, weights)
     keywords = {"eps": eps, "hc_eps": hc_eps, "sinkhorn_iters": sinkhorn_iters}
+    _mhc.check_partials(partials, new_streams, fn.shape[0])
     if _mhc_few_rows_kernel.serves(new_streams, fn, partials):
         _mhc_few_rows_kernel.run((y, streams, post, comb), new_streams, *rest, **keywords)
     else:

@@ -72,7 +72,7 @@ def run(
     ``partials``: fp32 workspace of :func:`_mhc.alloc_partials`; its first dimension is the number of parts.
     """
     check(streams)
-    _check_workspace(streams, fn, partials)
+    _mhc.check_partials(partials, streams, fn.shape[0])
     streams, hidden, outputs, (dtype,) = aligned(streams), streams.shape[2], fn.shape[0], dtype_key(streams)
     launch(
         _key("mhc_products", streams, fn), lambda: _mhc_products_tilelang_kernel.products(hidden, outputs, dtype),
@@ -108,17 +108,13 @@ def run_after_post(
         )  # fmt: skip
         return
     check(streams)
-    _check_workspace(streams, fn, partials)
+    _mhc.check_partials(partials, streams, fn.shape[0])
     inputs, hidden, outputs = (aligned(t) for t in (y, streams, post, comb)), streams.shape[2], fn.shape[0]
     launch(
         _key("mhc_post_products", streams, fn), lambda: _mhc_products_tilelang_kernel.post_products(hidden, outputs),
         partials.shape[:2], *inputs, _by_stream(fn, streams), new_streams, partials,
     )  # fmt: skip
     _finish(new_streams, fn, scale, base, norm_weight, partials, x, weights, eps, hc_eps, sinkhorn_iters)
-
-
-def _check_workspace(streams: torch.Tensor, fn: torch.Tensor, partials: torch.Tensor) -> None:
-    assert partials.shape[1:] == (streams.shape[0], _mhc.partial_columns(fn.shape[0])) and partials.is_contiguous()
 
 
 def _by_stream(fn: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:

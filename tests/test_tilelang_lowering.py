@@ -114,11 +114,12 @@ def test_prewarm_lists_what_runs(shape):
     assert len(keys) == 6  # of at most eight for one hidden size
 
 
+@pytest.mark.parametrize("wrong", [lambda w: w[1:], lambda w: w[:, 1:], lambda w: w[..., :-1], lambda w: w[..., ::2]])
 @pytest.mark.parametrize("name", ["mhc_pre", "mhc_post_pre", "mhc_head"])
-def test_workspace_is_checked(name, monkeypatch):
+def test_workspace_is_checked(name, wrong, monkeypatch):
     original = _mhc.alloc_partials
-    monkeypatch.setattr(_mhc, "alloc_partials", lambda *a, **k: original(*a, **k)[:, 1:])
-    with pytest.raises(AssertionError):
+    monkeypatch.setattr(_mhc, "alloc_partials", lambda *a, **k: wrong(original(*a, **k)))
+    with pytest.raises(ValueError, match="mHC workspace must be contiguous, .* parts of .*, got"):
         launches(name, tiny, 3)
 
 

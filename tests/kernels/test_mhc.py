@@ -178,6 +178,17 @@ def test_any_number_of_parts(monkeypatch, splits):
     check(spec, *contract.example(spec, nano, 5, torch.bfloat16, seed=splits))
 
 
+@pytest.mark.parametrize("num_tokens", [3, 70])
+@pytest.mark.parametrize("wrong", [lambda w: w[1:], lambda w: w[:, 1:], lambda w: w[..., ::2]])
+@pytest.mark.parametrize("op", ["mhc_pre", "mhc_post_pre", "mhc_head"])
+def test_workspace_is_checked(op, wrong, num_tokens, monkeypatch):
+    original = _mhc.alloc_partials
+    monkeypatch.setattr(_mhc, "alloc_partials", lambda *a, **k: wrong(original(*a, **k)))
+    args, kwargs = contract.example(ops.spec(op), nano, num_tokens, torch.bfloat16)
+    with pytest.raises(ValueError, match="mHC workspace must be contiguous, .* parts of .*, got"):
+        ops.spec(op).cuda(*args, **kwargs)
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_workspace_is_what_the_kernels_write(monkeypatch, deterministic):
     """Every value that the second launch reads was written by the first: a poisoned workspace does not show."""
