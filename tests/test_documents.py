@@ -12,7 +12,7 @@ def examples(name: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["docs/embedding.md"])
+@pytest.mark.parametrize("name", ["docs/embedding.md", pytest.param("README.md", marks=pytest.mark.slow)])
 def test_examples_run(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     found = examples(name)
