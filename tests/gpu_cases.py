@@ -75,7 +75,8 @@ def _c3_process(rank: int, size: int, directory: Path, device: str) -> dict[str,
 
 # ---- C5, C6: lengths that are zero, or negative ----------------------------------------------------------------------
 
-LENGTH_OPS = ("indexer_picks", "indexer_logits", "indexer_topk", "sparse_attention", "qkv_rope_cache", "compressor_update")
+CONTEXT_OPS = ("indexer_picks", "indexer_logits", "indexer_topk", "sparse_attention")  # these read what came before
+LENGTH_OPS = (*CONTEXT_OPS, "qkv_rope_cache", "compressor_update")
 
 
 def c5(device: str = "cuda") -> dict[str, Any]:
@@ -98,7 +99,7 @@ def _zero_lengths(num_rows: int, device: str) -> dict[str, int]:
         "state_slots": (rows % 2).int(),
     }
     found = {}
-    for name in LENGTH_OPS[:3]:
+    for name in CONTEXT_OPS:
         got, want = both(name, num_rows, values, device)
         found[f"{name}_differs"] = sum(not close(g, w) for g, w in zip(got, want, strict=True))
     return found

@@ -20,7 +20,7 @@ _REQUESTS = 64
 MHC_CALLS = ("mhc_pre", "mhc_post", "mhc_post_pre", "mhc_head")
 LONG_POSITIONS = ("qkv_rope_cache", "compressor_update", "indexer_query", "indexer_logits", "indexer_topk",
                   "sparse_attention", "grouped_o_proj")  # fmt: skip
-LENGTH_OPS = ("indexer_logits", "indexer_topk", "sparse_attention")
+LENGTH_OPS = ("indexer_picks", "indexer_logits", "indexer_topk", "sparse_attention")
 PAGE_OPS = ("qkv_rope_cache", "compressor_update")
 
 
