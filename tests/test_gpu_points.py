@@ -188,5 +188,7 @@ def test_what_is_needed_is_what_is_measured():
     assert found == set(required.REPLAY_CASES)
     wide = EngineConfig(device="cpu", compile="off", token_budget=8192, max_requests=256, max_seq_len=8448)
     assert tuple(bucket.tokens for bucket in step_ladder(wide).buckets) == required.WIDE_BUCKETS
-    bound = import_module("dsv4.ops.indexer_logits").TEMPORARY_BYTES
-    assert set(POINTS["indexer_temporaries"].given.values()) == {bound}
+    scores = import_module("dsv4.ops.indexer_logits").TEMPORARY_BYTES
+    picks = import_module("dsv4.ops.indexer_picks").SCORE_BYTES
+    for path, bound in POINTS["indexer_temporaries"].given.items():
+        assert bound == (picks if path.startswith("picks.") else scores)

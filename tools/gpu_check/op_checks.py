@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -237,9 +237,10 @@ def long_positions(place: Place, record: Record) -> None:
 
 
 def indexer_memory(place: Place, record: Record, backend: str) -> None:
-    """Peak memory of index scores beyond their inputs and their result, over the bound that the op states.
+    """Peak memory of the indexer beyond inputs and results, over the bounds that its ops state.
 
-    With libraries in the formats that DeepGEMM serves: e4m3 queries, an FP8 cache, fp32 scores.
+    Scores: of 8,192 rows against 65,536 tokens; with libraries in the formats that DeepGEMM serves, e4m3 queries, an
+    FP8 cache, fp32 scores. Picks, which make scores part by part: of 8,192 rows against 2^20 tokens.
     """
     with record.block("indexer_temporaries") as (found,), using_backend(backend, place), torch.no_grad():
         rows, context = (8, 1024) if place.dry else (8192, 65536)
@@ -247,17 +248,33 @@ def indexer_memory(place: Place, record: Record, backend: str) -> None:
         spec = ops.spec("indexer_logits")
         args, modes = by_mode(spec, indexer_logits(shape, rows, place.device), backend)
         with checked(spec, backend, rows, place)():
-            scores = ops.indexer_logits(*args, **modes[""])
-        if place.dry:
-            return
-        size = scores.numel() * scores.element_size()
-        del scores
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        ops.indexer_logits(*args, **modes[""])
-        torch.cuda.synchronize()
-        found[backend] = {
-            "peak_bytes": torch.cuda.max_memory_allocated(), "before_bytes": before + size,
-            "unit_bytes": sys.modules["dsv4.ops.indexer_logits"].TEMPORARY_BYTES,
-        }  # fmt: skip
+            found[backend] = _peak(lambda: ops.indexer_logits(*args, **modes[""]), place, _bound("indexer_logits"))
+        if backend != "triton":
+            return  # picks of these formats would be made by the same kernels
+        shape = replace(shape, max_context=1024 if place.dry else 1 << 20)
+        args, options = indexer_logits(shape, rows, place.device)
+        for dtype in (torch.bfloat16, torch.float32):
+            options |= {"dtype": dtype, "topk": shape.index_topk}
+            call = partial(ops.indexer_picks, *args, **options)
+            found[f"picks.{str(dtype).removeprefix('torch.')}"] = _peak(call, place, _bound("indexer_picks"))
+
+
+def _bound(name: str) -> int:
+    """Bytes that an op of the indexer states."""
+    module = sys.modules[f"dsv4.ops.{name}"]  # the package attribute of this name is the op
+    return module.SCORE_BYTES if name == "indexer_picks" else module.TEMPORARY_BYTES
+
+
+def _peak(call: Callable[[], torch.Tensor], place: Place, bound: int) -> dict[str, int]:
+    """Bytes at the peak of ``call``, and before it together with its result."""
+    result = call()  # whatever a first call leaves behind
+    size = result.numel() * result.element_size()
+    del result
+    if place.dry:
+        return {}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return {"peak_bytes": torch.cuda.max_memory_allocated(), "before_bytes": before + size, "unit_bytes": bound}

@@ -41,7 +41,8 @@ _SECONDS = 0.001  # the least that anything can have taken
 _PREWARMED = dict.fromkeys(paths(BACKENDS, ("call_s",)), _SECONDS) | dict.fromkeys(paths(BACKENDS, ("keys",)), 100)
 # Bytes of an 8-bit copy of what one layer of Flash holds in FP4: 256 experts of three matrices of 4,096 x 2,048.
 _LAYER_BYTES = 256 * 3 * 4096 * 2048
-_INDEXER_BYTES = 64 << 20  # the bound that indexer_logits states
+_INDEXER_BYTES, _PICKS_BYTES = 64 << 20, 256 << 20  # the bounds that indexer_logits and indexer_picks state
+_PICKS = ("picks.bfloat16", "picks.float32")
 _COPY_BYTES = 1_209_270_272  # what mHC post moves at 16,384 tokens: y, 4 streams in and out, and their weights
 _ONE_GRAPH_EACH = dict.fromkeys(paths(("graphs",), WIDE_BUCKETS), 1)
 _BY_BUCKET = paths(("by_bucket",), WIDE_BUCKETS)
@@ -256,9 +257,11 @@ POINTS: dict[str, Point] = {
         needs=required.poisoned_ops,
     ),
     "indexer_temporaries": Point(
-        question="Peak temporaries of indexer logits over the stated bound, 8,192 rows against 65,536 tokens?",
-        rule="worst_memory", bar=1, needs=paths(BACKENDS, ("peak_bytes", "before_bytes")),
-        given=dict.fromkeys(paths(BACKENDS, ("unit_bytes",)), _INDEXER_BYTES),
+        question="Peak memory of the indexer over the bounds its ops state: temporaries of scores, 8,192 rows against "
+        "65,536 tokens, and all of picks, 8,192 rows against 2^20 tokens?",
+        rule="worst_memory", bar=1, needs=paths((*BACKENDS, *_PICKS), ("peak_bytes", "before_bytes")),
+        given=dict.fromkeys(paths(BACKENDS, ("unit_bytes",)), _INDEXER_BYTES)
+        | dict.fromkeys(paths(_PICKS, ("unit_bytes",)), _PICKS_BYTES),
     ),
     # ---- speed
     "mhc_post_copy_share": Point(
