@@ -56,16 +56,21 @@ def test_shared_memory_is_bounded(monkeypatch):
         aot.check(key, kernel, tiny, 90)
 
 
+def check_call(spec: ops.OpSpec, args: tuple, kwargs: dict, arch: int) -> None:
+    with aot.architecture(arch), _triton.recording() as calls:
+        spec.cuda(*args, **kwargs)
+        found = aot.compiled(calls, arch)
+    assert found, f"{spec.name} launches nothing"
+    for key, kernel in found.items():
+        aot.check(key, kernel, nano, arch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("spec", aot.SPECS, ids=lambda s: s.name)
 def test_float32(spec, arch):
     """Exact numerics in fp32, which no prewarm lists."""
-    args, kwargs = contract.example(spec, nano, 5, torch.float32)
-    with aot.architecture(arch), _triton.recording() as calls:
-        spec.cuda(*args, **kwargs)
-        for key, kernel in aot.compiled(calls, arch).items():
-            aot.check(key, kernel, nano, arch)
+    check_call(spec, *contract.example(spec, nano, 5, torch.float32), arch)
 
 
 @pytest.mark.slow
@@ -73,10 +78,6 @@ def test_float32(spec, arch):
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_indexer_logits_of_fp8_queries(dtype, deterministic, arch):
-    spec = ops.spec("indexer_logits")
-    args, kwargs = contract.example(spec, nano, 5, torch.bfloat16)
+    args, kwargs = contract.example(ops.spec("indexer_logits"), nano, 5, torch.bfloat16)
     kwargs |= {"dtype": dtype, "deterministic": deterministic}
-    with aot.architecture(arch), _triton.recording() as calls:
-        spec.cuda(args[0].to(torch.float8_e4m3fn), *args[1:], **kwargs)
-        for key, kernel in aot.compiled(calls, arch).items():
-            aot.check(key, kernel, nano, arch)
+    check_call(ops.spec("indexer_logits"), (args[0].to(torch.float8_e4m3fn), *args[1:]), kwargs, arch)
