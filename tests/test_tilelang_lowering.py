@@ -61,7 +61,11 @@ QUICK = [Row(flash, BF16, arch) for arch in ("sm_90a", "sm_100a")]
 COMPILED = [r for r in ROWS if r.shape is nano or r.dtype == BF16]
 
 
-@pytest.mark.parametrize("row", [r if r in QUICK else pytest.param(r, marks=pytest.mark.slow) for r in ROWS], ids=str)
+def marked(rows: list[Row]) -> list:
+    return [row if row in QUICK else pytest.param(row, marks=pytest.mark.slow) for row in rows]
+
+
+@pytest.mark.parametrize("row", marked(ROWS), ids=str)
 def test_lowers(row):
     calls = kernels(row.shape, row.dtype)
     found = [key[1] for key in calls]
@@ -75,9 +79,8 @@ def test_lowers(row):
             assert "wgmma_ss" in source and "tma_load" in source
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize("row", COMPILED, ids=str)
+@pytest.mark.parametrize("row", marked(COMPILED), ids=str)
 def test_compiles(row, tmp_path, monkeypatch):
     """nvcc accepts what is lowered: TileLang lets names pass that are words of C++."""
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
