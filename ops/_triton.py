@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import _runtime, _triton_launchers
+from . import _runtime, _triton_hashes, _triton_launchers
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ def launch(key: _runtime.Key, kernel: Any, grid: tuple[int, ...], *args: Any, **
     _runtime.require_warm(key)
     # Triton would compile once in every thread that comes before the first is done
     with _runtime.first_launch(key), _triton_launchers.loading():
+        _triton_hashes.settle(kernel)
         kernel[grid](*args, **meta)
 
 
