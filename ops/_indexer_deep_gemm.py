@@ -72,7 +72,7 @@ def run(
 ) -> None:
     """Write every element of ``scores [T, entries]``; arguments as those of ``indexer_logits``.
 
-    The gathered pages and, of one pass over some rows, the kernel's result and its masks take ``max_bytes`` each,
+    The gathered pages and, of one pass over some rows, the kernel's result and its masks take ``max_bytes`` together,
     beyond one row, which must fit.
     """
     if 0 in scores.shape or block_tables.shape[0] == 0:
@@ -88,7 +88,8 @@ def run(
     reach = torch.where(is_row, reach, 0).int()  # a pad's range is empty; the kernel must not see a negative one
     starts = request * num_entries
     pitch = _deep_gemm.keys.align(num_entries, 256)  # columns that DeepGEMM allocates
-    step = max(1, max_bytes // (_BYTES_PER_SCORE * pitch))
+    gathered = sum(pages.numel() * pages.element_size() for pages in (codes, scales))
+    step = max(1, (max_bytes - gathered) // (_BYTES_PER_SCORE * pitch))
     for rows in (slice(first, first + step) for first in range(0, len(q), step)):
         got = _deep_gemm.mqa_logits(
             q[rows].contiguous(), codes, scales, weights[rows].contiguous(), starts[rows], starts[rows] + reach[rows],

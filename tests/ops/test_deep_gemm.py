@@ -240,9 +240,9 @@ def few_rows_are_enough(monkeypatch):
     monkeypatch.setattr(_indexer_deep_gemm, "ROWS_PER_REQUEST", 2)
 
 
-@pytest.mark.parametrize("max_bytes, calls", [(64 << 20, 1), (102_000, 1), (101_376, 1)])
+@pytest.mark.parametrize("max_bytes, calls", [(64 << 20, 1), (132_096, 1), (132_095, 2), (101_376, 10)])
 def test_index_scores(library, monkeypatch, few_rows_are_enough, max_bytes, calls):
-    """101,376 bytes are exactly the pages of four requests of three pages."""
+    """101,376 bytes are exactly the pages of four requests of three pages, and ten rows take 30,720."""
     monkeypatch.setattr(sys.modules["dsv4.ops.indexer_logits"], "TEMPORARY_BYTES", max_bytes)
     args = index_case()
     with _backends.using("gemm", "deep_gemm"):
@@ -258,7 +258,7 @@ def test_index_scores_in_passes(library):
     args = index_case()
     whole, parts = torch.full((2, 10, 192), float("nan"))
     _indexer_deep_gemm.run(*args, whole, ratio=4, max_bytes=1 << 20)
-    _indexer_deep_gemm.run(*args, parts, ratio=4, max_bytes=3 * 12 * 256)  # three rows a pass
+    _indexer_deep_gemm.run(*args, parts, ratio=4, max_bytes=101_376 + 3 * 12 * 256)  # three rows a pass
     assert torch.equal(whole, parts) and library.calls == ["logits"] * 5
 
 
