@@ -57,8 +57,7 @@ class Indexer(Buffers):
 
     def __init__(self, config: ModelConfig, execution: Execution, view: WeightView, ratio: int) -> None:
         super().__init__()
-        self.execution = execution
-        self._numbers = {"ratio": ratio, "dtype": execution.score_dtype, "deterministic": execution.deterministic}
+        self.execution, self.ratio = execution, ratio
         self.heads, self.dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
         self.wq_b = Projection(execution, view.sub("wq_b"), decides=True)
         self.compressor = Compressor(config, execution, view.sub("compressor"), ratio, execution.index_quantize)
@@ -92,6 +91,11 @@ class Indexer(Buffers):
         """``[T, index_topk]`` int32 numbers of the entries with the highest scores, ascending, −1 last."""
         places = self._places(inputs)
         return ops.indexer_picks(q, weights, index_entries, *places, topk=self.topk, **self._numbers)
+
+    @property
+    def _numbers(self) -> dict[str, object]:
+        e = self.execution
+        return {"ratio": self.ratio, "dtype": e.score_dtype, "deterministic": e.deterministic}
 
     @staticmethod
     def _places(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

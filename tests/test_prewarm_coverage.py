@@ -25,7 +25,9 @@ TOKEN_COUNTS = (0, 1, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 192, 193, 
 @pytest.mark.parametrize("shape", [nano, pytest.param(SMALL_FLASH, marks=pytest.mark.slow)], ids=lambda s: s.name)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_every_launch_is_prewarmed(spec, shape):
-    warm = set().union(*(launched(spec, *case.arguments()) for case in spec.cuda_cases(shape, CPU, MAX_TOKENS)))
+    warm = set().union(
+        *(launched(ops.spec(case.op), *case.arguments()) for case in spec.cuda_cases(shape, CPU, MAX_TOKENS))
+    )
     assert warm, f"{spec.name} prewarms nothing"
     for num_tokens in TOKEN_COUNTS if shape is nano else TOKEN_COUNTS[:6]:
         args, kwargs = contract.example(spec, shape, num_tokens, torch.bfloat16)
@@ -38,4 +40,4 @@ def test_every_launch_is_prewarmed(spec, shape):
 def test_keys_are_named_by_the_cases(spec):
     """A case's own key is one that its call launches, so that a skipped warm case skips nothing."""
     for case in spec.cuda_cases(nano, CPU, MAX_TOKENS):
-        assert case.key in launched(spec, *case.arguments())
+        assert case.key in launched(ops.spec(case.op), *case.arguments())
