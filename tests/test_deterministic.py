@@ -84,7 +84,8 @@ def test_rows_in_a_step_two_threads(tiny, two_threads, numerics):
     check_total(tiny[numerics], 129, places=(2,), mtp=False)
 
 
-@pytest.mark.parametrize("numerics", ["exact", pytest.param("official", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("numerics", NUMERICS)
 def test_rows_in_a_large_step(tiny, numerics):
     check_total(tiny[numerics], 4225, places=(36,), mtp=False)
 

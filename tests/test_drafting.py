@@ -169,6 +169,7 @@ def test_acceptance_equals_the_blocks_own_predictions(nano_model, make_runner, g
         assert found == expected_acceptance(make_runner(), text, 25) and found[1] > 0
 
 
+@pytest.mark.slow
 def test_long_texts_with_drafts(nano_model, golden):
     """Across the boundaries at 128 and 256 tokens, with as many drafts as there may be."""
     prompts = [golden("prompts.json")[8][:119], golden("prompts.json")[11][:247]]
@@ -237,11 +238,10 @@ NONE_RIGHT, SOME_RIGHT = "none right", "some right"
     [
         (119, 3, NONE_RIGHT, 16),
         (122, 7, SOME_RIGHT, 16),
-        (249, 3, SOME_RIGHT, 16),
         pytest.param(121, 1, NONE_RIGHT, 132, marks=pytest.mark.slow),  # a rejection at every phase mod 128
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (
             (119, 1, NONE_RIGHT, 16), (121, 2, SOME_RIGHT, 16), (122, 7, NONE_RIGHT, 16), (249, 3, NONE_RIGHT, 16),
-            (250, 6, SOME_RIGHT, 16),
+            (249, 3, SOME_RIGHT, 16), (250, 6, SOME_RIGHT, 16),
         )),
     ],
 )  # fmt: skip

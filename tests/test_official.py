@@ -80,6 +80,7 @@ def test_chunks_agree_loosely(make_runner, golden, chunk):
     check_rows(parts, whole)
 
 
+@pytest.mark.slow
 def test_packed_decode_agrees_loosely(make_runner, golden):
     """Six requests decode their last 25 tokens side by side; every row is compared with its prefill in one go."""
     steps, prompts = 25, [golden("prompts.json")[i][:300] for i in range(10, 16)]

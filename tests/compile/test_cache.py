@@ -70,6 +70,7 @@ def test_second_process_loads_every_piece(cache_dir, filled):
     assert result["spawned"] and not built
 
 
+@pytest.mark.slow
 def test_damaged_entry_is_compiled_again(cache_dir, filled, caplog):
     expected = torch.tensor(filled["out"])
     mine = [p for p in cache_dir.glob("*.json") if json.loads(p.read_text())["identity"]["salt"] == "process"]

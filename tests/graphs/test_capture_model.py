@@ -34,7 +34,7 @@ STEPS = [
 PATHS = ("replayed", "replayed", "eager", "replayed", "replayed")
 
 
-@pytest.mark.parametrize("numerics", ["exact", "official"])
+@pytest.mark.parametrize("numerics", [pytest.param("exact", marks=pytest.mark.slow), "official"])
 def test_nano(make_runner, numerics):
     ours, plain = (make_runner(numerics, num_requests=3, deterministic=True) for _ in range(2))
     example = ours.inputs([Sequence().segment([0, 1, 2], (2,))], num_rows=4, num_requests=2)

@@ -60,7 +60,7 @@ def test_a_draft_that_kept_a_view_would_be_seen(tiny, monkeypatch):
     assert not torch.equal(first, kept)
 
 
-@pytest.mark.parametrize("mode", ["full", "piecewise"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("piecewise", marks=pytest.mark.slow)])
 def test_debug_graphs_finds_a_stale_pointer(tiny, monkeypatch, mode):
     """Pieces are compared with what the model gives them, full graphs with weights and caches; without, nothing is."""
     monkeypatch.setattr(compile_stage, "compile_model", eager_pieces)
