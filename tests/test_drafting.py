@@ -280,6 +280,7 @@ def test_rejected_drafts_leave_no_trace(nano_model, golden, monkeypatch, length,
         assert want.numel() and torch.equal(got_state[key], want), key
 
 
+@pytest.mark.slow
 def test_official_numerics(nano_model, make_runner, golden):
     """FP8 caches, drafts, and a reused prefix: deterministic mode makes them equal to a plain loop, bitwise."""
     settings = {"deterministic": True, "cache_storage": "fp8", "max_seq_len": 512, "max_requests": 1}
