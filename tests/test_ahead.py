@@ -102,6 +102,7 @@ def test_outputs_do_not_change(nano_model, golden, settings):
     assert ahead.parts or "num_blocks" in settings  # one stopped, the others' rows were taken
 
 
+@pytest.mark.slow
 def test_streams_of_a_snapshot_are_not_overwritten(nano_model, golden):
     """A block ends within the output: the step after it is built, not launched, and the prefix is reused."""
     first = recorded_texts(golden)[0]

@@ -66,6 +66,7 @@ def test_generate_for_people(capfd):
     assert "tokens per second, 3 tokens in" in rate
 
 
+@pytest.mark.slow
 def test_seed(capfd):
     def sampled(seed: int, *flags: object) -> list[int]:
         drawn = ("--prompt", "The ", "--temperature", 1.5, "--max-new-tokens", 6)
@@ -187,6 +188,7 @@ def test_logits_official(capfd, golden, tmp_path):
     assert distance(got, golden("exact_logits.safetensors")["logits_0"]) > 0.1
 
 
+@pytest.mark.slow
 def test_logits_deterministic(capfd, golden, tmp_path):
     prompts = [golden("prompts.json")[8]]  # 128 tokens; without the flag the last bits differ
     whole, chunks = (logits(capfd, tmp_path, prompts, "--deterministic", *f) for f in ((), ("--chunk", 37)))

@@ -78,7 +78,8 @@ def test_rows_in_a_step(tiny, numerics, total):
     check_total(tiny[numerics], total, places=(0, 1), prefix=140)
 
 
-@pytest.mark.parametrize("numerics", ["exact", pytest.param("official", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("numerics", NUMERICS)
 def test_rows_in_a_step_two_threads(tiny, two_threads, numerics):
     """At 129 rows the streams are large enough for torch to split loops over them between threads."""
     check_total(tiny[numerics], 129, places=(2,), mtp=False)
@@ -130,7 +131,7 @@ def test_index_scores(nano_model, numerics):
     assert torch.equal(as_bits(together), as_bits(alone))
 
 
-@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("numerics", [pytest.param("exact", marks=pytest.mark.slow), "official"])
 def test_chunks(tiny, numerics):
     """A prompt of 205 tokens in one go and in chunks (fewer of them in the smallest chunks)."""
     model = tiny[numerics]

@@ -221,6 +221,7 @@ def test_wrong_batches(nano_model):
 # ---- sampling --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_seeded_output_depends_on_nothing_else(nano_model, golden):
     """Alone, in a batch, with drafts, and after a preemption: the same sampled tokens."""
     prompts = [golden("prompts.json")[11][:251], golden("prompts.json")[13][:253], *golden("prompts.json")[3:5]]

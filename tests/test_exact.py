@@ -36,6 +36,7 @@ def test_logits_in_chunks(make_runner, golden, index, chunk):
     check_logits(got, golden("exact_logits.safetensors")[f"logits_{index}"])
 
 
+@pytest.mark.slow
 def test_packed_beside_other_requests(make_runner, golden):
     """All prompts up to 300 tokens advance together, in chunks of different sizes; each ends at its own golden."""
     prompts = [p for p in golden("prompts.json") if len(p) <= 300]

@@ -64,6 +64,7 @@ def test_recorded_quantised_values_are_fixed_points(recorded, name, simulate):
     assert (simulate(other) != other).double().mean().item() > 0.5
 
 
+@pytest.mark.slow
 def test_last_logits_of_prompts(make_runner, golden):
     prompts, want = golden("prompts.json"), golden("official_logits.safetensors")
     runner = make_runner("official")
@@ -71,6 +72,7 @@ def test_last_logits_of_prompts(make_runner, golden):
     check_rows(got, torch.stack([want[f"logits_{i}"] for i in range(len(prompts))]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [33, 127])
 def test_chunks_agree_loosely(make_runner, golden, chunk):
     prompt = golden("prompts.json")[12]  # 300 tokens: selection and two ratio-128 entries

@@ -48,7 +48,7 @@ def test_it_runs_last_and_is_forgotten(tiny, monkeypatch, graph_mode, sizes):
     )
 
 
-@pytest.mark.parametrize("longest", [2, 3, 4])
+@pytest.mark.parametrize("longest", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_short_sequences_are_no_reason_not_to_start(tiny, longest):
     engine = make(tiny, num_blocks=1, max_seq_len=longest, prefix_reuse=False)
     assert list(engine.started.seconds)[-1] == "rehearse" and not engine.loop.has_work

@@ -108,6 +108,7 @@ def test_the_table(tiny):
     assert [row.stage for row in cpu.started.table()] == ["barrier", "caches"] and cpu.started.captured == {}
 
 
+@pytest.mark.slow
 def test_late_compilations_are_listed(tiny, monkeypatch, caplog):
     """What the monitor saw between the meeting of the ranks and ready; slow ones are a warning."""
 
@@ -136,6 +137,7 @@ def test_late_compilations_are_listed(tiny, monkeypatch, caplog):
     assert max(i for i, e in enumerate(events) if e == "capture") < events.index("monitor closes")
 
 
+@pytest.mark.slow
 def test_capture_progress(tiny, capsys):
     settings = settings_of()
     Engine.from_model(tiny, settings, hardware=SimulatedHardware())
@@ -200,6 +202,7 @@ def test_another_failure_is_never_eager(tiny, monkeypatch):
         make(tiny, SimulatedHardware("auto"))
 
 
+@pytest.mark.slow
 def test_caches_of_another_engine_are_refused(tiny):
     engine, other = make(tiny), Engine.from_model(tiny, settings_of())
     inputs = engine.runner.inputs([placed(engine, 0).segment([7], (0,))])
@@ -210,6 +213,7 @@ def test_caches_of_another_engine_are_refused(tiny):
 # ---- several engines, and the end of one -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_engines_in_turn(tiny):
     engines = [make(tiny), make(tiny, draft_tokens=0, token_budget=4, chunk_tokens=4)]
     alone = Engine.from_model(tiny, settings_of()).generate(prompts(1), greedy(6))[0].token_ids
@@ -220,6 +224,7 @@ def test_two_engines_in_turn(tiny):
     assert engines[1].generate(prompts(1), greedy(6))[0].token_ids == alone
 
 
+@pytest.mark.slow
 def test_close_frees_graphs_pools_and_caches(tiny):
     hardware = SimulatedHardware()
     with make(tiny, hardware) as engine:
