@@ -170,11 +170,12 @@ POINTS: dict[str, Point] = {
     ),
     "prewarm_cold_s": Point(
         question="Seconds of a prewarm of everything for Flash from empty caches?", rule="longest_call", bar=60,
-        needs=(), least=_PREWARMED,
+        needs=(), least=_PREWARMED | dict.fromkeys(paths(BACKENDS, ("compilations",)), 100),
     ),
     "prewarm_warm_s": Point(
-        question="Seconds of the same in another process with warm caches?", rule="longest_call", bar=5,
-        needs=(), least=_PREWARMED,
+        question="Seconds of the same in another process with warm caches, which compiles nothing?",
+        rule="longest_call", bar=5, needs=(), least=_PREWARMED,
+        given=dict.fromkeys(paths(BACKENDS, ("compilations",)), 0),
     ),
     "prewarm_off": Point(
         question="DSV4_PREWARM=0: how many kernels did the prewarm run, compile or mark warm?", rule="total", bar=0,

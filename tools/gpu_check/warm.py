@@ -38,7 +38,8 @@ def cold_and_warm(place: Place, record: Record, prepared: Sequence[children.Chil
             child.go()
             found = child.result()
             details.setdefault(backend, {})[kind] = found
-            seconds[backend] = {"call_s": found["call_s"], "keys": found["num_keys"]}
+            compiled = sum(library["compilations"] for library in found["jit"].values())
+            seconds[backend] = {"call_s": found["call_s"], "keys": found["num_keys"], "compilations": compiled}
             if kind == "cold":
                 gemm[backend] = found["gemm"]
 
