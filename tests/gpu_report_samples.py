@@ -7,7 +7,8 @@ from tools.gpu_check.points import POINTS
 
 KEYS = [f"kernel {number}" for number in range(30)]
 ERRORS = ("rms", "max", "peak")
-LISTS = {"kernel_us": 1.0, "copy_us": 1.0, "ours": 1.0, "theirs": 60.0, "tenth_s": 2.0, "first_s": 2.2, "awake_s": 0.5}
+LISTS = {"kernel_us": 1.0, "copy_us": 1.0, "ours": 1.0, "theirs": 60.0, "awake_s": 0.5}
+REQUESTS = {"request_s": (2.2, *[2.0] * 9), "core_s": (1e-3,) * 11}
 WHOLE: dict[str, Any] = {
     "captures_before_prewarm": {"nano": {"events": ["prewarm", *["capture"] * 11]}},
     "uncounted_kernels": {
@@ -43,8 +44,8 @@ def _leaf(name: str, path: str) -> Any:
     length = point.least.get(path, 0)
     if last in LISTS:
         return [LISTS[last]] * int(length)
-    if last == "all_s":
-        return [[LISTS["first_s"], *[LISTS["tenth_s"]] * 9] for _ in range(int(length))]
+    if last in REQUESTS:
+        return [list(REQUESTS[last]) for _ in range(int(length))]
     if path in point.given:
         return point.given[path]
     if point.rule == "worst_error":

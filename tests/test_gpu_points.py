@@ -129,9 +129,7 @@ def test_lists_that_moved_as_a_whole():
         (values,) = (value for at, value in places(samples) if at == path)
         assert not still_passes(name, samples, path, [factor * value for value in values])
     slow = samples_of("first_request")
-    for path in ("first_s", "all_s"):
-        values = slow["piecewise"][path]
-        slow["piecewise"][path] = [[3.0, *v[1:]] if isinstance(v, list) else 3.0 for v in values]
+    slow["piecewise"]["request_s"] = [[3.0, *times[1:]] for times in slow["piecewise"]["request_s"]]
     assert POINTS["first_request"].judge(slow) == (1.5, False)
 
 

@@ -64,7 +64,7 @@ def flip_a_pass(report):
 
 def pass_what_fails(report):
     samples = samples_of("first_request")
-    samples["full"]["first_s"] = [9.0, 9.0, 9.0]
+    samples["full"]["request_s"] = [[18.0, *[2.0] * 9]] * 3
     report["points"]["first_request"] = joining.entry("first_request", samples, [], 1.0, []) | {"pass": True}
 
 
@@ -274,7 +274,7 @@ def test_two_sections_may_not_give_one_sample():
 
 def test_rules_refuse_samples_that_show_nothing():
     for name, samples, message in (
-        ("first_request", {"full": {"first_s": [1.0], "tenth_s": [1.0]}}, "samples must hold eager/first_s"),
+        ("first_request", {"full": {"awake_s": [1.0], "request_s": [[1.0]]}}, "samples must hold eager/awake_s"),
         ("gpu_tests", {"mhc": {"passed": 1, "failed": 0, "errors": 0}}, "samples must hold mhc/functions"),
         ("prewarm_before_capture", {"nano": {"events": ["capture"] * 12}}, "must hold a prewarm and a capture"),
         ("prewarm_before_capture", {"nano": {"events": ["prewarm", "capture"]}}, "events must be at least 12, got 2"),
@@ -309,25 +309,6 @@ def test_functions_of_the_suite_are_those_that_pytest_collects():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     found = {suites.name_of(line) for line in done.stdout.splitlines() if "::" in line}
     assert found == {name for part in suites.PARTS for name in suites.functions(part)}, done.stdout
-
-
-def test_first_requests_are_compared_within_their_process():
-    samples = samples_of("first_request")
-    assert POINTS["first_request"].judge(samples) == (1.1, True)
-    for number in range(2):
-        assert POINTS["first_request"].judge(samples)[1]  # the median of three
-        samples["piecewise"]["first_s"][number] = samples["piecewise"]["all_s"][number][0] = 2.6
-    assert POINTS["first_request"].judge(samples) == (1.3, False)
-    samples["piecewise"]["all_s"][0][0] = 2.2
-    with pytest.raises(SampleError, match="first_s and tenth_s must be those of all_s"):
-        POINTS["first_request"].judge(samples)
-    samples = samples_of("first_request")
-    samples["full"]["awake_s"][2] = 0.0
-    with pytest.raises(SampleError, match="must be kept busy for 0.4 s"):
-        POINTS["first_request"].judge(samples)
-    samples["full"] = {name: values[:2] for name, values in samples["full"].items()}
-    with pytest.raises(SampleError, match="must be at least 3, got 2"):
-        POINTS["first_request"].judge(samples)
 
 
 def test_names_lead_to_functions():

@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .place import BACKENDS, ROOT, Place, cache_environment
 
 FUNCTIONS = {
-    "prewarm": "warm.prewarm_child", "mhc": "warm.mhc_child", "off": "warm.off_child", "serve": "speed.serve",
+    "prewarm": "warm.prewarm_child", "mhc": "warm.mhc_child", "off": "warm.off_child", "serve": "first_request.serve",
 }  # fmt: skip
 """What a process can be told to measure: a function of this package that takes a place and texts."""
 REQUEST_PATHS = ("eager", "full", "piecewise", "full.drafting")
@@ -71,6 +72,6 @@ def prewarms(place: Place) -> list[Child]:
     ]
 
 
-def servers(place: Place) -> list[Child]:
+def servers(place: Place, paths: Sequence[str] = REQUEST_PATHS) -> list[Child]:
     """Engines that will serve ten requests each: fresh processes, some for every path."""
-    return [start(place, "serve", path) for path in REQUEST_PATHS for _ in range(1 if place.dry else REQUEST_REPEATS)]
+    return [start(place, "serve", path) for path in paths for _ in range(1 if place.dry else REQUEST_REPEATS)]

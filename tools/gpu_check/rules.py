@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 AWAKE_S = 0.4
+SAME_CORE = 1.1
 BAD_AGREEMENT = 0.75
 FAILED = 1e9  # stands for "infinitely bad", which JSON cannot hold
 # fp32: sums of up to 28,672 products in another order, sqrt(28672) * 2^-24. bf16: half of all elements off by 2^-8.
@@ -118,21 +119,37 @@ def worst_copy_share(samples: Any) -> float:
     return min(shares)
 
 
-def first_over_tenth(samples: Any) -> float:
-    """Per path: the median over its processes of first request over tenth; the largest.
+def is_steady(core_s: Sequence[float]) -> bool:
+    """Whether a core needed the same time for the same loop, within a tenth."""
+    return max(core_s) <= SAME_CORE * min(core_s)
 
-    Lists are as long as there were processes: ``all_s`` holds ten times of each, the others one number of each.
+
+def same_core(core_s: Sequence[float]) -> bool:
+    """Whether a core was as fast before and after the first request as before and after the tenth.
+
+    ``core_s``: seconds of a fixed loop before every request and after the last.
+    """
+    return is_steady([*core_s[:2], *core_s[-2:]])
+
+
+def first_over_tenth(samples: Any, engines: int) -> float:
+    """Per path: the median of first request over tenth over the engines whose core kept its speed; the largest.
+
+    Lists are as long as there were engines: ``request_s`` holds ten times of each, ``core_s`` eleven.
     """
     worst = []
-    for path in samples.values():
-        first, tenth, awake, every = (path[name] for name in ("first_s", "tenth_s", "awake_s", "all_s"))
-        for times in every:
-            _positive("seconds of a request", times)
-        if [[times[0], times[9]] for times in every] != [list(pair) for pair in zip(first, tenth, strict=True)]:
-            raise SampleError("first_s and tenth_s must be those of all_s, got others")
+    for path, found in samples.items():
+        awake, every, cores = (found[name] for name in ("awake_s", "request_s", "core_s"))
+        if {len(times) for times in every} != {10} or {len(core) for core in cores} != {11}:
+            raise SampleError(f"{path} must hold ten requests of each engine and its core beside them")
+        for times in (*every, *cores):
+            _positive("seconds", times)
         if len(awake) != len(every) or min(awake) < AWAKE_S:
             raise SampleError(f"a device must be kept busy for {AWAKE_S} s before its first request, got {awake}")
-        worst.append(median(a / b for a, b in zip(first, tenth, strict=True)))
+        counted = [times[0] / times[9] for times, core in zip(every, cores, strict=True) if same_core(core)]
+        if len(counted) < engines:
+            raise SampleError(f"engines of {path} whose core kept its speed must be {engines}, got {len(counted)}")
+        worst.append(median(counted))
     return max(worst)
 
 

@@ -112,7 +112,7 @@ def _all() -> dict[str, Section]:
         made[f"ops_large.{width}.libraries"] = _large(width, "0/1", "libraries")
     for part in suites.PARTS:
         made[f"suite.{part}"] = Section("suites.suite", ("gpu_tests",), arguments={"part": part})
-    made["first_request"] = Section("speed.first_request", ("first_request",), "last", 90, prepare="servers")
+    made["first_request"] = Section("first_request.first_request", ("first_request",), "last", 130, prepare="servers")
     return made
 
 

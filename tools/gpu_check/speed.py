@@ -1,7 +1,7 @@
-"""Timings, one at a time on an idle GPU: mHC post against a copy, decode against Hugging Face, first requests."""
+"""Timings, one at a time on an idle GPU: mHC post against a copy, decode against Hugging Face."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +11,8 @@ from dsv4.ops.shapes import flash
 from dsv4.sampling import SamplingParams
 from dsv4.step_plan import Request
 
-from .children import Child, wait_for_turn
 from .common import Record, random_tokens
-from .models import nano_engine, random_engine, settings_of, using_backend, wide_config
+from .models import random_engine, settings_of, using_backend, wide_config
 from .place import Place
 
 REPEATS = 60
@@ -131,60 +130,3 @@ def _hugging_face(config: Any, place: Place, steps: int, tokens: list[int]) -> l
         token.item()
         times.append((time.perf_counter() - began) * 1000)
     return times[2:] if not place.dry else times
-
-
-# ---- first requests --------------------------------------------------------------------------------------------------
-
-PATHS = {
-    "eager": ("off", {}),
-    "full": ("full", {}),
-    "piecewise": ("piecewise", {}),
-    "full.drafting": ("full", {"draft_tokens": 1}),
-}
-AWAKE_S = 0.5
-
-
-def first_request(place: Place, record: Record, prepared: Sequence[Child]) -> None:
-    """Fresh processes, all ready: each serves ten requests, in turn, on a machine that does nothing else."""
-    for child in prepared:
-        with record.block("first_request") as (found,):
-            child.go()
-            one = child.result()
-            samples = found.setdefault(child.purpose[1], {})
-            for name, value in (
-                ("awake_s", one["awake_s"]), ("first_s", one["times"][0]), ("tenth_s", one["times"][9]),
-                ("all_s", one["times"]),
-            ):  # fmt: skip
-                samples.setdefault(name, []).append(value)
-
-
-def serve(place: Place, path: str) -> dict[str, Any]:
-    """Start an engine, say so, wait for a line, then serve ten prompts of the same length, 4 new tokens each."""
-    mode, more = PATHS[path]
-    budget = 32 if place.dry else 512
-    engine = nano_engine(place, mode, max_seq_len=1024, max_requests=4, num_blocks=16, token_budget=budget, **more)
-    params = SamplingParams(max_new_tokens=4)
-    prompts = [random_tokens(60, seed) for seed in range(10)]
-    x = torch.randn(2048, 2048, device=place.device, dtype=torch.float32 if place.dry else torch.bfloat16)
-    wait_for_turn()
-    awake_s, times = stay_awake(place, x), []
-    engine.rehearse()  # with which start-up ended, long ago: the first request follows it
-    for prompt in prompts:
-        began = time.perf_counter()
-        engine.generate([prompt], params)
-        times.append(time.perf_counter() - began)
-    return {"awake_s": awake_s, "times": times}
-
-
-def stay_awake(place: Place, x: torch.Tensor) -> float:
-    """Keep the device and this core busy, with nothing of the library: both had slept while the process waited.
-
-    What is asked is what compiling and loading leave to the first request; clocks that rise are no part of it. Nor are
-    caches of the core that others have used meanwhile: the last stage of start-up, which is a rehearsal, comes again.
-    """
-    began = time.perf_counter()
-    while time.perf_counter() - began < AWAKE_S:
-        for _ in range(8):
-            x @ x
-        place.synchronize()
-    return time.perf_counter() - began
