@@ -21,6 +21,7 @@ from dsv4.graphs.pieces import CaptureError, CaptureMemoryError, StaleAddressErr
 from dsv4.hardware import CudaHardware
 from dsv4.ops._jit_libraries import jit_libraries
 from dsv4.start_up import LATE_SECONDS
+from tools.gpu_check.models import SharedGpu
 
 from ..conftest import NANO
 from ..engines import greedy
@@ -125,7 +126,7 @@ def test_device_tokens_are_those_of_an_eager_engine(draft_tokens):
         assert all(counts.keys() == {"full"} for counts in paths.values()), paths
 
 
-class Small(CudaHardware):
+class Small(SharedGpu):
     """A device of 4 GiB with 3 GiB free, whatever else runs on the real one."""
 
     def free_and_total_bytes(self) -> tuple[int, int]:
