@@ -26,7 +26,7 @@ from .graphs.prewarm import PrewarmReport, prewarm
 from .graphs.ranks import default_group
 from .graphs.warmer import Show
 from .model import DeepseekV4
-from .ops import PrewarmCase, _backends, _runtime
+from .ops import PrewarmCase, _backends, _deep_gemm, _runtime
 from .ops._jit_libraries import NOT_IMPORTED, imported_libraries
 from .ops.fp8_linear import deep_gemm_calls
 from .ops.shapes import Shape
@@ -47,13 +47,24 @@ _unwarmed: dict[Hashable, "weakref.WeakSet[DeepseekV4]"] = {}
 
 
 def choose_backends(settings: EngineConfig) -> None:
-    """Settle which kernels serve this process; see ``dsv4.ops._backends``. On the CPU references serve all ops."""
+    """Settle which kernels serve this process; see ``dsv4.ops._backends``. On the CPU references serve all ops.
+
+    Raises:
+        ValueError: this process has already chosen another.
+        NotImplementedError: a library cannot be imported, or DeepGEMM is another release than is known, or cannot run
+            on the device.
+    """
+    check_backends(settings)
     _backends.choose(_asked(settings))
 
 
 def check_backends(settings: EngineConfig) -> None:
     """Raise what :func:`choose_backends` would raise: an engine asks before it loads weights for minutes."""
     _backends.check(_asked(settings))
+    device = _indexed(settings.device)
+    if device.type == "cuda" and settings.gemm_backend == "deep_gemm":
+        _deep_gemm.library()
+        _deep_gemm.check_device(device)
 
 
 def _asked(settings: EngineConfig) -> dict[_backends.Kind, str]:
@@ -120,6 +131,7 @@ def warm_kernels(
         report = prewarm(
             cases,
             run=run_case,
+            thread=_runtime.in_prewarm,
             is_warm=_runtime.is_warm,
             mark_warm=_runtime.mark_warm,
             lock_dir=default_compile_cache().parent / "locks",

@@ -3,9 +3,9 @@
 Stages of one call, on every rank of the group alike:
 
 1. agree: the decision (settings, keys, and whether kernels run at all) is compared through the group's store;
-2. warm: the caller's ``compile_ahead``, then each cold key runs once in this process. A lock file per key lets one
-   process of this machine compile it while the others take another key and come back, when the library loads it from
-   its own disk cache;
+2. warm: the caller's ``compile_ahead``, then each cold key runs once in this process. Lock files let one process of
+   this machine compile it while the others take another key and come back, when the library loads it from its own
+   disk cache;
 3. settle: synchronise, collect garbage, empty the allocator's cache;
 4. meet: no rank returns before every rank is warm, and a failure anywhere is an error everywhere.
 
@@ -22,7 +22,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from .jit_monitor import JitMonitor, JitReport
 from .ranks import Ranks
-from .warmer import Case, Key, PrewarmError, Show, Warmer, key_text
+from .warmer import Building, Case, Key, PrewarmError, Show, Thread, Warmer, key_text
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,7 @@ def prewarm(
     is_warm: Callable[[Key], bool],
     mark_warm: Callable[[Key], object],
     lock_dir: Path,
+    thread: Thread | None = None,
     compile_ahead: Callable[[Show], object] | None = None,
     settings: Mapping[str, object],
     device: torch.device | str,
@@ -122,6 +123,8 @@ def prewarm(
         compile_ahead: fills the disk caches of libraries that compile one kernel at a time in one process, and shows
             what it does by the function that it is given.
         lock_dir: of this machine, shared by its processes; created if missing.
+        thread: opened around the work of every thread that calls ``run``. Where cases share kernels, what it is given
+            has to be opened around the build of a kernel, by its key: no other process builds that one meanwhile.
         settings: everything else that decides what is warmed, JSON-ready: the model's config, the engine's settings.
         device: where the cases run.
         workers: threads that run cases.
@@ -161,7 +164,7 @@ def prewarm(
     failure: Exception | None = None
     if enabled and known is None:
         warmer = Warmer(run, is_warm=is_warm, mark_warm=mark_warm, lock_dir=Path(lock_dir), device=where,
-                        progress=progress, timeout=timeout)  # fmt: skip
+                        progress=progress, timeout=timeout, thread=thread or _no_kernels)  # fmt: skip
         try:
             report = _warm(
                 warmer,
@@ -191,6 +194,11 @@ def _refuse_capture() -> None:
             "prewarm must run outside stream capture, got a stream that is being captured: "
             "call it after loading the weights, before the first capture begins"
         )
+
+
+def _no_kernels(_: Building) -> AbstractContextManager[None]:
+    """Threads whose cases share no kernels."""
+    return nullcontext()
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -3,6 +3,9 @@
 A worker that finds a key's lock taken puts the key at the end of the queue and takes another one; when it meets it
 again it waits. So processes that start together on one cold cache share the compilations, each key compiles once, and
 every process has loaded every key in the end. Lock files stay, empty.
+
+A case may launch kernels that other cases launch too. Each kernel has a lock of its own, which a worker waits for: one
+case that has begun is not put back. It is held while the kernel is built and launched, and no other is taken meanwhile.
 """
 
 import hashlib
@@ -10,9 +13,9 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -54,6 +57,10 @@ class PrewarmProgress:
 
 
 Show = Callable[[PrewarmProgress], object]
+Building = Callable[[Key], AbstractContextManager[None]]
+"""Opened around what builds the kernel of a key."""
+Thread = Callable[[Building], AbstractContextManager[object]]
+"""Opened around the work of one thread."""
 
 
 def key_text(key: Key) -> str:
@@ -80,11 +87,12 @@ class Warmer:
         device: torch.device,
         progress: Show,
         timeout: timedelta,
+        thread: Thread,
     ) -> None:
         lock_dir.mkdir(parents=True, exist_ok=True)
         self._run, self._is_warm, self._mark_warm = run, is_warm, mark_warm
         self._lock_dir, self._device, self._timeout = lock_dir, device, timeout
-        self._progress = progress
+        self._progress, self._thread = progress, thread
         self._mutex = threading.Lock()
         self._queue: deque[tuple[Case, bool]] = deque()
         self._num_keys = 0
@@ -111,7 +119,11 @@ class Warmer:
             raise self._failure
 
     def _work(self) -> None:
-        with torch.no_grad(), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self._thread(self._building))
+            if self._device.type == "cuda":
+                stack.enter_context(torch.cuda.device(self._device))
             while self._failure is None:
                 try:
                     case, deferred = self._queue.popleft()
@@ -136,9 +148,33 @@ class Warmer:
         if self._is_warm(key):
             self._tell(key, "skipped")
             return True
-        lock = filelock.FileLock(self._lock_dir / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.lock")
         if wait:
             self._tell(key, "waiting")
+        lock = self._lock("case", key)
+        if not self._acquire(lock, wait=wait):
+            return False
+        try:
+            self._tell(key, "started")
+            self._run_one(case)
+        finally:
+            lock.release()
+        return True
+
+    @contextmanager
+    def _building(self, key: Key) -> Iterator[None]:
+        """Build the kernel of ``key`` inside: other processes wait, and load it from the library's disk cache then."""
+        lock = self._lock("kernel", key)
+        self._acquire(lock, wait=True)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _lock(self, kind: str, key: Key) -> filelock.FileLock:
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+        return filelock.FileLock(self._lock_dir / f"{kind}-{name}.lock")
+
+    def _acquire(self, lock: filelock.FileLock, *, wait: bool) -> bool:
         started = time.perf_counter()
         try:
             lock.acquire(timeout=self._timeout.total_seconds() if wait else 0)
@@ -146,13 +182,8 @@ class Warmer:
             if not wait:
                 return False
             raise TimeoutError(f"lock {lock.lock_file} must be free within {self._timeout}, got a holder") from None
-        try:
-            with self._mutex:
-                self.lock_seconds += time.perf_counter() - started
-            self._tell(key, "started")
-            self._run_one(case)
-        finally:
-            lock.release()
+        with self._mutex:
+            self.lock_seconds += time.perf_counter() - started
         return True
 
     def _run_one(self, case: Case) -> None:

@@ -4,6 +4,8 @@ DeepGEMM compiles inside a call when its own cache has no kernel for it, also wh
 tells nobody. So each wrapper asks ``_deep_gemm_keys`` what the call would build and ``_runtime.require_known`` whether
 that is warm. The keys hold for one release on SM90; any other is refused. Cold calls run one at a time, because the
 library's table of kernels has no lock of its own (it also keeps Python's lock while it compiles, 2 to 8 s a kernel).
+The table holds handles of the device on which a kernel was first called; on another the driver calls them invalid. So
+one process calls the library on one device.
 
 Scales of activations must be column-major with a pitch of a multiple of 4 rows (TMA wants 16 bytes). DeepGEMM
 transposes others with a kernel that it compiles for every K; :func:`column_major` copies them with ATen instead.
@@ -24,6 +26,7 @@ from ._backends import REMEDIES
 RELEASE = "2.5.0.post20260604"
 _RECIPE = (1, keys.BLOCK, keys.BLOCK)
 _cold = threading.RLock()
+_device: torch.device | None = None  # of this process
 
 
 @functools.cache
@@ -43,12 +46,21 @@ def library() -> ModuleType:
     return module
 
 
-@functools.cache
-def require_device(device: torch.device) -> None:
-    """Raise ``NotImplementedError`` unless ``device`` is of compute capability 9.x."""
+def check_device(device: torch.device) -> None:
+    """Raise ``NotImplementedError`` unless ``device``, which has an index, can be the library's in this process: it is
+    of compute capability 9.x, and no other was used before."""
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
         raise NotImplementedError(f"deep_gemm keys are known for SM90, got {device} of SM{major}{minor}")
+    if _device not in (None, device):
+        raise NotImplementedError(f"deep_gemm must stay on one device, {_device} in this process, got {device}")
+
+
+def _settle_device(device: torch.device) -> None:
+    global _device
+    with _cold:
+        check_device(device)
+        _device = device
 
 
 def num_sms() -> int:
@@ -57,8 +69,8 @@ def num_sms() -> int:
 
 
 def _call(key: keys.Key, device: torch.device, name: str, *args: Any, **kwargs: Any) -> Any:
-    if device.type == "cuda":
-        require_device(device)
+    if device.type == "cuda" and device != _device:
+        _settle_device(device)
     function = getattr(library(), name)
     _runtime.require_known(key)
     if _runtime.is_warm(key):

@@ -17,13 +17,14 @@ Every function may be called from any thread. What a prewarm may do (:func:`in_p
 
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 
 SELF = ""
 Key = tuple[str | int, ...]
+Building = Callable[[Key], AbstractContextManager[None]]
 
 
 class Group(Protocol):
@@ -105,10 +106,13 @@ def is_warm(key: Key) -> bool:
 
 @contextmanager
 def first_launch(key: Key) -> Iterator[None]:
-    """Launch under a cold ``key``, one thread at a time, so that it is compiled once; then the key is warm."""
+    """Launch under a cold ``key``, one thread at a time, so that it is compiled once; then the key is warm.
+
+    In a prewarm that said how (:func:`in_prewarm`), one process of the machine at a time.
+    """
     with _lock:
         lock = _launching.setdefault(key, threading.Lock())
-    with lock:
+    with lock, nullcontext() if is_warm(key) else getattr(_thread, "building", nullcontext)(key):
         yield
         mark_warm(key)
 
@@ -186,15 +190,23 @@ def disarm_first_use(name: Hashable) -> None:
 
 
 @contextmanager
-def in_prewarm() -> Iterator[None]:
+def in_prewarm(building: Building | None = None) -> Iterator[None]:
     """Ops that this thread calls inside the block are a prewarm: they run no callback, and may compile in a sealed
-    process."""
-    before = _warming()
+    process.
+
+    Args:
+        building: opened around the first launch under a key, lest other processes compile it as well; default: that of
+            a surrounding block, if any.
+    """
+    before = vars(_thread).copy()
     _thread.warming = True
+    if building is not None:
+        _thread.building = building
     try:
         yield
     finally:
-        _thread.warming = before
+        vars(_thread).clear()
+        vars(_thread).update(before)
 
 
 def _warming() -> bool:

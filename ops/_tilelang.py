@@ -5,8 +5,7 @@ A kernel is a function that returns a :class:`Program` for its constants. Number
 adapter of TileLang that is used (``tvm_ffi``) launches on torch's current stream, which a capture needs.
 
 TileLang is imported when the first kernel is built. Programs are written under one lock, since that takes
-milliseconds and uses state of the library; they are compiled, which takes seconds, in the thread that needs them, and
-a thread that needs the same key waits.
+milliseconds and uses state of the library; they are compiled, which takes seconds, in the thread that needs them.
 """
 
 import threading
@@ -41,14 +40,7 @@ class Launch:
     args: tuple[Any, ...]
 
 
-@dataclass
-class _Slot:
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    kernel: Any = None
-
-
-_table: dict[tuple[_runtime.Key, str], _Slot] = {}
-_table_lock = threading.Lock()
+_kernels: dict[tuple[_runtime.Key, str], Any] = {}
 _program_lock = threading.Lock()
 _recorded: list[Launch] | None = None
 
@@ -72,18 +64,14 @@ def launch(key: _runtime.Key, build: Build, grid: tuple[int, ...], *args: Any) -
         return
     _runtime.require_warm(key)
     arch = architecture(args[0].device)
-    slot = _table.get((key, arch))
-    if slot is None:
-        with _table_lock:
-            slot = _table.setdefault((key, arch), _Slot())
-    if slot.kernel is not None and _runtime.is_warm(key):
-        slot.kernel(*args)
+    kernel = _kernels.get((key, arch))
+    if kernel is not None and _runtime.is_warm(key):
+        kernel(*args)
         return
-    with slot.lock:
-        if slot.kernel is None:
-            slot.kernel = compile_program(build, arch)
-        slot.kernel(*args)  # the first call compiles host code, which TileLang does not guard against other threads
-    _runtime.mark_warm(key)
+    with _runtime.first_launch(key):
+        if (key, arch) not in _kernels:
+            _kernels[key, arch] = compile_program(build, arch)
+        _kernels[key, arch](*args)  # the first call compiles host code, which TileLang does not guard against threads
 
 
 def compile_program(build: Build, arch: str) -> Any:

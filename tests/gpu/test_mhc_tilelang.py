@@ -133,10 +133,10 @@ def test_replay_follows_its_inputs(name, num_tokens):
 def test_a_cold_key_during_capture_is_refused():
     y, streams = torch.randn(2, 192, device=CUDA), torch.randn(2, 4, 192, device=CUDA)
     weights = torch.rand(2, 4, device=CUDA), torch.rand(2, 4, 4, device=CUDA)
-    before = len(_tilelang._table)
+    before = len(_tilelang._kernels)
     with pytest.raises(_runtime.ColdKernelError, match="mhc_post"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         ops.mhc_post(y, streams, *weights)
-    assert len(_tilelang._table) == before
+    assert len(_tilelang._kernels) == before
 
 
 def test_more_elements_than_fit_in_32_bits():

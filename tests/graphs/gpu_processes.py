@@ -85,39 +85,47 @@ def _expert_step(device: str, num_tokens: int) -> None:
         torch.cuda.synchronize()
 
 
-def c12(device: str = "cuda", op: str = "mhc_post", mhc_backend: str = "triton") -> dict[str, Any]:
-    """4 processes, one cold cache directory, the same keys at the same moment; then each uses the kernel."""
+def c12(device: str = "cuda", mhc_backend: str = "triton", names: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """4 processes, one cold cache directory, the same keys at the same moment; then each uses a kernel, ``mhc_post``.
+
+    ``names``: the ops that are warmed; default: all of nano, whose cases share kernels.
+    """
     with tempfile.TemporaryDirectory(prefix="dsv4-c12-") as directory:
-        found = run_ranks(_c12_process, C12_PROCESSES, Path(directory), device, op, mhc_backend)
+        found = run_ranks(_c12_process, C12_PROCESSES, Path(directory), device, names, mhc_backend)
     keys = sorted({key for one in found for key in one["compiled"]} | {key for one in found for key in one["loaded"]})
     compilations = {key: sum(one["compiled"].get(key, 0) for one in found) for key in keys}
     missing = sum(not (one["compiled"].get(key) or one["loaded"].get(key)) for one in found for key in keys)
     samples = {
         "extra_compilations": sum(abs(count - 1) for count in compilations.values()) if keys else 1,
+        "keys_without_kernel": sum(max(0, one["keys"] - len(keys)) for one in found),
         "wrong": sum(not one["rms"] <= RMS_TOLERANCE for one in found),
         "neither_compiled_nor_loaded": missing,
     }
     return {"samples": samples, "bar": 0, "detail": {"processes": found, "compilations": compilations}}
 
 
-def _c12_process(rank: int, size: int, directory: Path, device: str, op: str, mhc_backend: str) -> dict[str, Any]:
+def _c12_process(
+    rank: int, size: int, directory: Path, device: str, names: tuple[str, ...] | None, mhc_backend: str
+) -> dict[str, Any]:
     _private_caches(directory)
     from dsv4 import ops
     from dsv4.ops import _backends
-    from dsv4.ops.shapes import flash
+    from dsv4.ops.shapes import nano
     from dsv4.prewarming import run_case
 
     _backends.choose({"mhc": mhc_backend})
-    spec = ops.spec(op)
-    args, kwargs = spec.example(flash, num_tokens=17, device=torch.device("cpu"), dtype=torch.bfloat16, seed=rank)
+    names = names or tuple(spec.name for spec in ops.specs().values() if spec.role == "model")
+    spec = ops.spec("mhc_post")
+    args, kwargs = spec.example(nano, num_tokens=17, device=torch.device("cpu"), dtype=torch.bfloat16, seed=rank)
     want = spec.reference(*args, **kwargs).double()
     on_device = [a.to(device) if isinstance(a, torch.Tensor) else a for a in args]  # the context exists from here on
     _meet_in(directory, rank, size)
-    report = _warm((op,), flash, device, directory, run_case)
+    report = _warm(names, nano, device, directory, run_case, workers=2)
     got = spec.overload(*on_device, **kwargs).cpu().double()
     assert report.jit is not None
     each = [(key, counts) for keys in report.jit.libraries.values() for key, counts in keys.items()]
     return {
+        "keys": len(report.keys),
         "rms": ((got - want).square().mean() / want.square().mean()).sqrt().item(),
         "compiled": {key: counts.compilations for key, counts in each if counts.compilations},
         "loaded": {key: counts.loads for key, counts in each if counts.loads},
@@ -131,7 +139,9 @@ def _private_caches(directory: Path) -> None:
         os.environ[name] = str(directory / name.lower())
 
 
-def _warm(names: tuple[str, ...], shape: Any, device: str, directory: Path, run: Any, group: Any = None) -> Any:
+def _warm(
+    names: tuple[str, ...], shape: Any, device: str, directory: Path, run: Any, group: Any = None, workers: int = 1
+) -> Any:
     """The prewarm of a few ops, as ``dsv4.prewarming`` makes it."""
     from dsv4 import ops
     from dsv4.graphs.jit_monitor import JitMonitor
@@ -145,7 +155,8 @@ def _warm(names: tuple[str, ...], shape: Any, device: str, directory: Path, run:
         return [case for name in names for case in ops.spec(name).prewarm_cases(shape, where, 4096)]
 
     return prewarm(
-        cases, run=run, is_warm=_runtime.is_warm, mark_warm=_runtime.mark_warm, lock_dir=directory / "locks",
-        settings={"shape": shape.name}, device=where, group=group,
+        cases, run=run, thread=_runtime.in_prewarm, is_warm=_runtime.is_warm, mark_warm=_runtime.mark_warm,
+        lock_dir=directory / "locks",
+        settings={"shape": shape.name}, device=where, group=group, workers=workers,
         monitor=lambda: JitMonitor(libraries=jit_libraries()),
     )  # fmt: skip

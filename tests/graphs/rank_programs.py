@@ -263,6 +263,23 @@ def shared_keys(rank: int, size: int, directory: Path, num_keys: int) -> dict[st
     return {"run": kernels.run_keys}
 
 
+def shared_parts(rank: int, size: int, directory: Path, num_keys: int) -> dict[str, Any]:
+    """As above, but every case launches a kernel of its own and then the one that all of them have."""
+    from dsv4.ops import _runtime
+
+    kernels = FakeKernels(directory / "kernels", 0.3)
+
+    def run(case: FakeCase) -> None:
+        for key in (case.key, ("part", 0)):
+            if not _runtime.is_warm(key):
+                with _runtime.first_launch(key):
+                    kernels.run(FakeCase(key))
+
+    _meet_in(directory, rank, size)
+    report = kernels.prewarm([("k", n) for n in range(num_keys)], run=run, thread=_runtime.in_prewarm, workers=2)
+    return {"run": kernels.run_keys, "lock_seconds": report.lock_seconds}
+
+
 def _meet_in(directory: Path, rank: int, size: int) -> None:
     (directory / f"here{rank}").touch()
     while len(list(directory.glob("here*"))) < size:

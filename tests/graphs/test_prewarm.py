@@ -29,6 +29,7 @@ from .rank_programs import (
     run_ranks,
     same_triton_key,
     shared_keys,
+    shared_parts,
     skewed_compile,
     switched_off,
 )
@@ -391,3 +392,13 @@ def test_processes_share_the_compilations(tmp_path):
     assert sorted(line.split(")")[0] for line in log) == [f"('k', {n}" for n in range(6)]  # each key once
     assert len({line.split()[-2] for line in log}) > 1  # no process compiled them all
     assert all(sorted(f["run"]) == [("k", n) for n in range(6)] for f in found)  # but each ran them all
+
+
+def test_processes_share_kernels_that_several_cases_launch(tmp_path):
+    """The first cases of all processes need the same kernel at the same moment, under locks of different cases."""
+    found = run_ranks(shared_parts, 3, tmp_path, 6)
+    log = FakeKernels(tmp_path / "kernels").log
+    keys = [*(f"('k', {n}" for n in range(6)), "('part', 0"]
+    assert sorted(line.split(")")[0] for line in log) == keys  # each once, or one would have read half a binary
+    assert all(set(f["run"]) == {("part", 0), *(("k", n) for n in range(6))} for f in found)
+    assert max(f["lock_seconds"] for f in found) > 0.2

@@ -47,7 +47,7 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch):
     fake = Kernels()
-    monkeypatch.setattr(_tilelang, "_table", {})
+    monkeypatch.setattr(_tilelang, "_kernels", {})
     monkeypatch.setattr(_runtime, "_warm", set())
     monkeypatch.setattr(_tilelang, "compile_program", fake.compile)
     monkeypatch.setattr(_tilelang, "architecture", lambda device: "sm_90a")
@@ -72,7 +72,7 @@ def test_a_cold_key_during_capture_raises_before_anything_is_built(kernels, monk
     capture(monkeypatch)
     with pytest.raises(_runtime.ColdKernelError, match=r"got cold key \('a', 64\)"):
         _tilelang.launch(("a", 64), lambda: "a", (3,), torch.randn(3))
-    assert not kernels.built and not kernels.calls and not _tilelang._table
+    assert not kernels.built and not kernels.calls and not _tilelang._kernels
 
 
 def test_a_warm_key_runs_during_capture(kernels, monkeypatch):

@@ -229,8 +229,13 @@ POINTS: dict[str, Point] = {
         needs=paths(C11_TEXTS, ("message",)), options={"texts": C11_TEXTS},
     ),
     "case_C12": Point(
-        question="4 processes on one cold key: compilations beyond the first, and wrong results?", rule="total", bar=0,
-        sense="==", needs=paths(("triton", "tilelang"), ("extra_compilations", "wrong", "neither_compiled_nor_loaded")),
+        question="4 processes on the same cold keys, all of nano's in Triton, one in TileLang: compilations beyond the "
+                 "first of a kernel, keys without a kernel, and wrong results?",
+        rule="total", bar=0, sense="==",
+        needs=paths(
+            ("triton", "tilelang"),
+            ("extra_compilations", "keys_without_kernel", "wrong", "neither_compiled_nor_loaded"),
+        ),
     ),
     # ---- ops
     "ops": Point(

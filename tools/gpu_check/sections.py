@@ -159,7 +159,7 @@ GROUPS: dict[tuple[str, ...], float] = {
     ("batches.triton.piecewise",): 55,
     ("poison.piecewise.libraries", "poison.full.libraries"): 55,
     ("poison.piecewise", "poison.full"): 55,
-    ("processes",): 62,
+    ("processes",): 95,
     ("replay.exact.piecewise", "layers_43"): 62,
     ("ops.triton.3",): 60,
     ("rows_32768.examples",): 60,
