@@ -8,7 +8,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, *, deterministic: bool) -> to
 
     A blocked matrix product may sum a row in another order when the number of rows changes (edge tiles, another
     kernel for few rows). With ``deterministic`` every row is its own matrix-vector product of one fixed shape, so it
-    cannot see its neighbours.
+    cannot see its neighbours; nor can it see where it lies, by which MKL chooses how to sum on some processors: it is
+    copied to where the allocator puts a whole tensor, and its results are copied from such a place.
 
     Args:
         x: ``[rows, in]``, any float dtype.
@@ -21,10 +22,10 @@ def product(x: torch.Tensor, weight: torch.Tensor, *, deterministic: bool) -> to
     x, weight = x.float(), weight.float()
     if not deterministic:
         return x @ weight.t()
-    x = x.contiguous()
     out = x.new_empty(x.shape[0], weight.shape[0])
+    own_row, own_out = x.new_empty(x.shape[1]), x.new_empty(weight.shape[0])
     for row, target in zip(x, out):
-        torch.mv(weight, row, out=target)
+        target.copy_(torch.mv(weight, own_row.copy_(row), out=own_out))
     return out
 
 
