@@ -179,7 +179,7 @@ def logits(
         raise ValueError(f"prompts file must hold a non-empty list of token id lists, got {got}")
     vocab = vocab_size(model)
     lists = [token_ids(ids, vocab, f"prompt {index}") for index, ids in enumerate(lists)]
-    settings = engine.settings_for(max(map(len, lists)))
+    settings = engine.settings_for(max(map(len, lists)), chunk=chunk)
     runner = Engine.from_checkpoint(model, settings).runner
     found = {f"logits_{index}": evaluate.last_logits(runner, ids, chunk=chunk) for index, ids in enumerate(lists)}
     for name, value in found.items():

@@ -67,9 +67,16 @@ class EngineOptions:
         cache = self.compile_cache or (default_compile_cache() if self.compile != "off" else None)
         return EngineConfig(**given | {"compile_cache": None if cache is None else str(cache)} | more)
 
-    def settings_for(self, longest: int) -> "EngineConfig":
-        """Of an engine that only evaluates, one sequence of up to ``longest`` tokens at a time."""
-        return self.settings(max_seq_len=max(longest, 2), max_requests=1)
+    def settings_for(self, longest: int, *, chunk: int | None = None) -> "EngineConfig":
+        """Of an engine that only evaluates, one sequence of up to ``longest`` tokens at a time.
+
+        Nothing cuts its steps to the token budget, of ``chunk`` tokens or of whole sequences. But kernels are warmed
+        for no longer steps, so the budget holds the longest one.
+        """
+        from .engine_config import EngineConfig
+
+        budget = max(EngineConfig.token_budget, min(longest, chunk or longest))
+        return self.settings(max_seq_len=max(longest, 2), max_requests=1, token_budget=budget)
 
 
 def engine_options(*without: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -17,19 +17,18 @@ import torch
 
 from .cache_sizing import check_host_memory
 from .checkpoint import Checkpoint
-from .compile_stage import check_compile_cache
 from .completion import Completion, RunStats, Timings, TokenEvent
 from .config import ModelConfig
 from .engine_config import EngineConfig
 from .inputs import check_token_ids
 from .model import DeepseekV4
 from .ops.shapes import BLOCK_TOKENS
-from .prewarming import check_backends, warm_loaded
+from .prewarming import warm_loaded
 from .prompts import Prompt, encode_prompt
 from .rehearsal import rehearse
 from .runner import Runner
 from .sampling import SamplingParams
-from .start_up import CompileReport, StartUp, start_up
+from .start_up import CompileReport, StartUp, check_settings, start_ranks, start_up
 from .step_loop import StepLoop
 from .step_plan import Request
 from .tokenizer import StreamDecoder, Tokenizer
@@ -114,25 +113,26 @@ class Engine:
             CaptureError: as :meth:`from_model`.
         """
         settings, path = settings or EngineConfig(), Path(path)
-        config = ModelConfig.from_json(path)
-        _check_settings(config, settings)
-        if torch.device(settings.device).type == "cpu":
-            check_host_memory(config, settings)  # what a GPU has left is known later
-        tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
-        started, execution, warmed = time.perf_counter(), settings.execution, 0.0
-
-        def prewarm(_: object) -> None:
-            nonlocal warmed
-            began = time.perf_counter()
-            if warm_loaded(config, settings, progress=progress) is not None:
-                warmed = time.perf_counter() - began
-
-        weights = load_weights(
-            Checkpoint.open(path), config, settings.numerics, dtype=execution.dtype, device=settings.device,
-            progress=progress, expert_weights=settings.expert_weights, on_loaded=prewarm,
-        )  # fmt: skip
+        ranks, execution = start_ranks(settings), settings.execution
+        with ranks.together("checkpoint"):
+            config = ModelConfig.from_json(path)
+            check_settings(config, settings)
+            if torch.device(settings.device).type == "cpu":
+                check_host_memory(config, settings)  # what a GPU has left is known later
+            tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
+        began = time.perf_counter()
+        with ranks.together("loaded"):
+            weights = load_weights(
+                Checkpoint.open(path), config, settings.numerics, dtype=execution.dtype, device=settings.device,
+                progress=progress, expert_weights=settings.expert_weights,
+            )  # fmt: skip
+        before = {"load": time.perf_counter() - began}
+        began = time.perf_counter()
+        if warm_loaded(config, settings, progress=progress) is not None:
+            before["prewarm"] = time.perf_counter() - began
+        began = time.perf_counter()
         model = DeepseekV4(config, execution, weights, max_positions=settings.max_blocks * BLOCK_TOKENS)
-        before = {"load": time.perf_counter() - started - warmed} | ({"prewarm": warmed} if warmed else {})
+        before["load"] += time.perf_counter() - began
         logger.info("loaded %s in %.1f s", path, before["load"])
         return cls._start(model, settings, tokenizer, before, progress=progress)
 
@@ -172,25 +172,25 @@ class Engine:
         before: dict[str, float],
         **options: Any,
     ) -> "Engine":
-        _check_settings(model.config, settings)
-        if model.execution != settings.execution:
-            raise ValueError(f"the model's execution must be {settings.execution}, got {model.execution}")
-        runner, started = start_up(model, settings, before=before, **options)
-        seconds = [report.seconds for report in started.compile_reports.values()]
-        timings = Timings(
-            load_seconds=before.get("load", 0.0),
-            trace_seconds=sum(s.trace for s in seconds),
-            compile_seconds=sum(s.compile for s in seconds),
-            piece_load_seconds=sum(s.load for s in seconds),
-        )
-        assert started.caches is not None
-        settings = settings.with_blocks(started.caches.num_blocks)
-        engine = cls(model.config, settings, runner, tokenizer, timings, started)
-        if started.hardware is not None:
-            with started.stage("rehearse"):
+        made: list[Engine] = []
+
+        def last(runner: Runner, started: StartUp) -> None:
+            seconds = [report.seconds for report in started.compile_reports.values()]
+            timings = Timings(
+                load_seconds=before.get("load", 0.0),
+                trace_seconds=sum(s.trace for s in seconds),
+                compile_seconds=sum(s.compile for s in seconds),
+                piece_load_seconds=sum(s.load for s in seconds),
+            )
+            assert started.caches is not None
+            given = settings.with_blocks(started.caches.num_blocks)
+            engine = cls(model.config, given, runner, tokenizer, timings, started)
+            if started.hardware is not None:
                 engine.rehearse()
-            started.ready_at = time.time()
-        return engine
+            made.append(engine)
+
+        start_up(model, settings, before=before, last=last, **options)
+        return made[0]
 
     def rehearse(self) -> None:
         """Serve a few requests that nobody asked for and forget them, reusable prefixes and counts of paths included:
@@ -350,16 +350,6 @@ class Engine:
             stats.generated_tokens += len(advance.tokens)
             for event in state.events(advance.tokens):
                 on_token(event)
-
-
-def _check_settings(config: ModelConfig, settings: EngineConfig) -> None:
-    if settings.draft_tokens and not config.num_nextn_predict_layers:
-        raise ValueError(f"draft_tokens must be 0 for a model without an MTP block, got {settings.draft_tokens}")
-    longest = config.max_position_embeddings
-    if settings.max_seq_len > longest:
-        raise ValueError(f"max_seq_len must be at most max_position_embeddings {longest}, got {settings.max_seq_len}")
-    check_backends(settings)
-    check_compile_cache(settings)
 
 
 def _completion(state: _Live) -> Completion:

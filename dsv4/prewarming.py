@@ -163,7 +163,13 @@ def warm_loaded(config: ModelConfig, settings: EngineConfig, *, progress: bool =
 
 
 def run_case(case: PrewarmCase) -> None:
-    """Make the call that compiles and loads one specialisation."""
+    """Make the call that compiles and loads one specialisation.
+
+    Raises:
+        RuntimeError: references stand for the kernels, so that nothing would be warm.
+    """
+    if _runtime.references_in_use():
+        raise RuntimeError(f"kernels must be in use to be warmed, got references for {case.op}")
     args, kwargs = case.arguments()
     with _runtime.in_prewarm():
         ops.spec(case.op).overload(*args, **kwargs)
@@ -174,7 +180,7 @@ def _compile_deep_gemm(shape: Shape, settings: EngineConfig, show: Show) -> None
     started = time.perf_counter()
     added = compile_ahead(
         deep_gemm_calls(shape, settings.max_rows),
-        lambda calls: ["-m", "dsv4.ops._deep_gemm_compile", settings.device, json.dumps(calls)],
+        lambda calls: ["-m", "dsv4.ops._deep_gemm_compile", str(_indexed(settings.device)), json.dumps(calls)],
         deep_gemm_cache(),
         lock=default_compile_cache().parent / "locks" / "deep_gemm.lock",
         processes=settings.prewarm_workers,

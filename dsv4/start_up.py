@@ -1,5 +1,5 @@
 """Start-up of a loaded model, in this order: prewarm kernels, compile pieces, meet the other ranks, warm every bucket,
-capture the largest one on trial, size and allocate the caches, capture, ready.
+capture the largest one on trial, size and allocate the caches, capture, rehearse, ready.
 
 Kernels compile before anything measures memory, pieces compile before any collective runs, and the caches get what is
 really free once it is known what capture takes. Graphs hold the caches' addresses, so capture comes last. Until the
@@ -12,27 +12,29 @@ have nothing to warm or capture, only compilation and the caches are left of the
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .cache_sizing import CachePlan, DeviceMemory, cache_bytes, plan_cache
 from .caches import ModelCaches, allocate_caches
 from .capture_stage import capture_all, captured_steps, install
 from .compile import CompiledModel, CompileReport
-from .compile_stage import compile_functions
+from .compile_stage import check_compile_cache, compile_functions
+from .config import ModelConfig
 from .engine_config import EngineConfig
 from .graphs.capture import CapturedStep, CaptureReport, TrialReport
 from .graphs.jit_monitor import JitMonitor
 from .graphs.pieces import CaptureMemoryError
 from .graphs.prewarm import PrewarmReport
-from .graphs.ranks import Ranks, default_group
+from .graphs.ranks import LONGEST_WAIT, Meeting, Ranks, default_group
 from .hardware import Hardware, hardware_of
 from .model import DeepseekV4
 from .prewarm_progress import stage_progress
+from .prewarming import check_backends
 from .runner import Runner
 from .step_loop import cache_pages
 
@@ -147,6 +149,29 @@ class StartUp:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
+def start_ranks(
+    settings: EngineConfig,
+    group: dist.ProcessGroup | None = None,
+    store: dist.Store | None = None,
+    timeout: timedelta = LONGEST_WAIT,
+) -> Ranks:
+    """The ranks that start together: of ``group``, or on a GPU all of ``torch.distributed`` where it is in use."""
+    if group is None and torch.device(settings.device).type == "cuda":
+        group = default_group()
+    return Ranks.of(group, store, timeout)
+
+
+def check_settings(config: ModelConfig, settings: EngineConfig) -> None:
+    """Raise for settings with which no engine of such a model can start, before anything takes time."""
+    if settings.draft_tokens and not config.num_nextn_predict_layers:
+        raise ValueError(f"draft_tokens must be 0 for a model without an MTP block, got {settings.draft_tokens}")
+    longest = config.max_position_embeddings
+    if settings.max_seq_len > longest:
+        raise ValueError(f"max_seq_len must be at most max_position_embeddings {longest}, got {settings.max_seq_len}")
+    check_backends(settings)
+    check_compile_cache(settings)
+
+
 def start_up(
     model: DeepseekV4,
     settings: EngineConfig,
@@ -156,9 +181,12 @@ def start_up(
     hardware: Hardware | None = None,
     group: dist.ProcessGroup | None = None,
     store: dist.Store | None = None,
-    timeout: timedelta = timedelta(minutes=30),
+    timeout: timedelta = LONGEST_WAIT,
+    last: Callable[[Runner, StartUp], object] = lambda runner, started: None,
 ) -> tuple[Runner, StartUp]:
     """Run the stages; returns a runner whose functions are the ones that they made, and what they did.
+
+    Ranks meet after every stage that can fail: none waits for one that has failed, and none is ready alone.
 
     Args:
         model: loaded, with RoPE tables for ``settings.max_blocks`` blocks.
@@ -166,31 +194,33 @@ def start_up(
         before: seconds of stages that ran before, by name (``load``, ``prewarm``).
         progress: show progress of prewarm and capture on stderr.
         hardware: default: that of ``settings.device``.
-        group: ranks that must agree and wait for each other; default: all ranks of ``torch.distributed`` where it is in
-            use and the device has kernels.
+        group: ranks that must agree and wait for each other; default: see :func:`start_ranks`.
         store: in place of the store of ``group``.
         timeout: longest wait for another rank.
+        last: the last stage, on a GPU called ``rehearse``; gets what is returned, and its failure is one of start-up.
 
     Raises:
         CaptureError: a function could not be captured, with ``graphs`` ``full`` or ``piecewise`` also because memory
             ran out; nothing stays allocated, and the model can be used again.
-        ValueError: the caches do not fit.
+        ValueError: settings that break a rule, a model that was made for others, or caches that do not fit.
         RuntimeError: another rank failed.
+        TimeoutError: another rank did not come.
     """
-    hardware = hardware or hardware_of(settings)
-    if group is None and hardware is not None:
-        group = default_group()
-    ranks = Ranks.of(group, store, timeout)
+    ranks = start_ranks(settings, group, store, timeout)
+    with ranks.together("settings"):
+        check_settings(model.config, settings)
+        if model.execution != settings.execution:
+            raise ValueError(f"the model's execution must be {settings.execution}, got {model.execution}")
+        hardware = hardware or hardware_of(settings)
+        runner = Runner.eager(model, _small_caches(model, settings), settings.max_blocks)
     weights = sum(b.nbytes for b in model.buffers())
     started = StartUp(dict(before or {}), weight_bytes=weights, hardware=hardware)
-    runner = Runner.eager(model, _small_caches(model, settings), settings.max_blocks)
     stages = _Stages(runner, settings, started, ranks, progress)
     try:
         if hardware is None:
-            stages.compile()
-            stages.allocate(None)
+            stages.run_without_kernels(last)
         else:
-            stages.run(hardware, group, store)
+            stages.run(hardware, group, store, last)
     except BaseException:
         runner.close()  # the error's frames hold the runner, and a caller may start another engine while it has them
         started.close()
@@ -220,7 +250,21 @@ class _Stages:
     ranks: Ranks
     progress: bool
 
-    def run(self, hardware: Hardware, group: dist.ProcessGroup | None, store: dist.Store | None) -> None:
+    def run_without_kernels(self, last: Callable[[Runner, StartUp], object]) -> None:
+        self.compile()
+        with self.together("caches") as sizes:
+            sizes.value = self.plan(None)
+        with self.together("ready"):
+            self.allocate(min(sizes.values))
+            last(self.runner, self.started)
+
+    def run(
+        self,
+        hardware: Hardware,
+        group: dist.ProcessGroup | None,
+        store: dist.Store | None,
+        last: Callable[[Runner, StartUp], object],
+    ) -> None:
         started, done = self.started, False
 
         def prewarm() -> None:
@@ -236,6 +280,8 @@ class _Stages:
         self.compile()
         with JitMonitor(libraries=hardware.jit_libraries()) as monitor:
             self._warm_to_capture(hardware, prewarm)
+            with self.together("ready"), started.stage("rehearse"):
+                last(self.runner, started)
         started.late_compilations = tuple(
             LateCompilation(library, key, each.compilations, each.loads, each.seconds)
             for library, keys in monitor.report().libraries.items()
@@ -245,89 +291,86 @@ class _Stages:
             level = logging.WARNING if late.seconds > LATE_SECONDS else logging.INFO
             logger.log(level, "%s compiled or loaded %s late, in %.2f s", late.library, late.key, late.seconds)
 
+    def together(self, name: str) -> AbstractContextManager[Meeting]:
+        """:meth:`Ranks.together`, whose waiting is the stage ``barrier``."""
+        return self.ranks.together(name, self.started.stage("barrier"))
+
     def compile(self) -> None:
         """Compile, and wait until every rank has: from here on collectives may run."""
-
-        def compiled() -> None:
+        with self.together("compiled"):
             if self.settings.compile != "off":
                 with self.started.stage("compile"):
                     self.started.compiled = compile_functions(self.runner, self.settings)
 
-        self._on_every_rank("compiled", compiled)
-
-    def _on_every_rank(self, name: str, call: Callable[[], Any]) -> list[Any]:
-        """Results of ``call`` by rank; if it failed anywhere, an error everywhere."""
-        result = failure = None
-        try:
-            result = call()
-        except Exception as error:
-            failure = error
-        with self.started.stage("barrier"):
-            told = None if failure is None else f"{type(failure).__name__}: {failure}"
-            answers = self.ranks.exchange(name, {"result": result, "error": told})
-        if failure is not None:
-            raise failure
-        failed = [f"rank {n}: {answer['error']}" for n, answer in enumerate(answers) if answer["error"] is not None]
-        if failed:
-            raise RuntimeError(f"every rank must start up, got {'; '.join(failed)}")
-        return [answer["result"] for answer in answers]
-
     def _warm_to_capture(self, hardware: Hardware, prewarm: Callable[[], None]) -> None:
-        started, failure = self.started, None
-        with started.stage("warm"):
-            steps = captured_steps(self.runner, self.settings, hardware)
-            hardware.reset_peak()
-            for step in steps.values():
-                step.warm_up(prewarm)
-            transient = hardware.transient_bytes()
-        if hardware.graph_mode == "off":
-            steps = {}
-        else:
-            with started.stage("trial"), self._memory_errors(hardware, steps) as errors:
-                started.trials = {name: step.trial() for name, step in steps.items()}
-            failure = errors.get("capture")
-        with started.stage("empty"):
-            hardware.release_cached()
-        free, total = hardware.free_and_total_bytes()
-        graphs = sum(trial.expected_bytes(len(steps[n].ladder.buckets)) for n, trial in started.trials.items())
-        self.allocate(DeviceMemory(free=free, total=total, graphs=graphs, transient=transient))
-        if not steps:
-            return
-        if failure is None:
-            show = stage_progress("capture", enabled=self.progress)
-            with started.stage("capture"), self._memory_errors(hardware, steps) as errors, show as shown:
-                capture_all(steps, prewarm, shown)
-            failure = errors.get("capture")
-        started.captured, started.capture_error = steps, failure
-        install(self.runner, steps, failure)
+        started = self.started
+        with self.together("caches") as sizes:
+            with started.stage("warm"):
+                steps = captured_steps(self.runner, self.settings, hardware)
+                hardware.reset_peak()
+                for step in steps.values():
+                    step.warm_up(prewarm)
+                transient = hardware.transient_bytes()
+            if hardware.graph_mode == "off":
+                steps = {}
+            else:
+                with started.stage("trial"), self._memory_errors(hardware, steps):
+                    started.trials = {name: step.trial() for name, step in steps.items()}
+            with started.stage("empty"):
+                hardware.release_cached()
+            free, total = hardware.free_and_total_bytes()
+            graphs = sum(trial.expected_bytes(len(steps[n].ladder.buckets)) for n, trial in started.trials.items())
+            blocks = self.plan(DeviceMemory(free=free, total=total, graphs=graphs, transient=transient))
+            sizes.value = {"blocks": blocks, "no_graphs": self._no_graphs()}
+        self._agree_on_graphs(sizes, steps)
+        started.captured = steps
+        with self.together("captured") as captured:
+            self.allocate(min(value["blocks"] for value in sizes.values))
+            if steps and started.capture_error is None:
+                show = stage_progress("capture", enabled=self.progress)
+                with started.stage("capture"), self._memory_errors(hardware, steps), show as shown:
+                    capture_all(steps, prewarm, shown)
+            captured.value = {"no_graphs": self._no_graphs()}
+        self._agree_on_graphs(captured, steps)
+        if steps:
+            install(self.runner, steps, started.capture_error)
 
     @contextmanager
-    def _memory_errors(
-        self, hardware: Hardware, steps: dict[str, CapturedStep]
-    ) -> Iterator[dict[str, CaptureMemoryError]]:
-        """With ``auto``, a capture that ran out of memory is noted in the yielded dict; else it is the engine's end."""
-        noted: dict[str, CaptureMemoryError] = {}
+    def _memory_errors(self, hardware: Hardware, steps: dict[str, CapturedStep]) -> Iterator[None]:
+        """With ``auto``, a capture that ran out of memory leaves its error in ``capture_error``; else it is the end."""
         try:
-            yield noted
+            yield
         except CaptureMemoryError as error:
             if hardware.graph_mode != "auto":
                 raise
-            for step in steps.values():
-                step.close()
             error.__cause__ = error.__context__ = None  # its frames hold tensors, and the text says it all
-            noted["capture"] = error.with_traceback(None)
-            logger.error("steps will run eagerly, which is slow, because their capture failed: %s", error)
+            self._do_without_graphs(steps, error.with_traceback(None))
 
-    def allocate(self, memory: DeviceMemory | None) -> None:
-        """Size the caches, alike on every rank, and put them in the place of the small ones."""
+    def _do_without_graphs(self, steps: dict[str, CapturedStep], error: CaptureMemoryError) -> None:
+        for step in steps.values():
+            step.close()
+        self.started.capture_error = error
+        logger.error("steps will run eagerly, which is slow, because their capture failed: %s", error)
+
+    def _no_graphs(self) -> str | None:
+        return None if self.started.capture_error is None else str(self.started.capture_error)
+
+    def _agree_on_graphs(self, meeting: Meeting, steps: dict[str, CapturedStep]) -> None:
+        """Where one rank has to do without graphs all do: they would take different paths in one step."""
+        for rank, value in enumerate(meeting.values):
+            if value["no_graphs"] is not None and self.started.capture_error is None:
+                self._do_without_graphs(steps, CaptureMemoryError(f"rank {rank}: {value['no_graphs']}"))
+
+    def plan(self, memory: DeviceMemory | None) -> int:
+        """Blocks that this rank has memory for."""
+        with self.started.stage("caches"):
+            self.started.caches = plan_cache(self.runner.model.config, self.settings, memory)
+        return self.started.caches.num_blocks
+
+    def allocate(self, num_blocks: int) -> None:
+        """Put caches of ``num_blocks``, alike on every rank, in the place of the small ones."""
         model, settings = self.runner.model, self.settings
-
-        def plan() -> int:
-            with self.started.stage("caches"):
-                self.started.caches = plan_cache(model.config, settings, memory)
-            return self.started.caches.num_blocks
-
-        num_blocks = min(self._on_every_rank("caches", plan))
+        assert self.started.caches is not None
         with self.started.stage("caches"):
             given = settings.with_blocks(num_blocks)
             self.started.caches = replace(

@@ -170,7 +170,6 @@ def load_weights(
     device: torch.device | str,
     progress: bool = True,
     expert_weights: ExpertWeights = "fp4",
-    on_loaded: Callable[[Weights], object] = lambda weights: None,
 ) -> Weights:
     """Read a checkpoint shard by shard into kernel layout.
 
@@ -182,8 +181,6 @@ def load_weights(
         device: where the tensors go. Beside them, one checkpoint matrix at a time is held.
         progress: show a progress bar on stderr.
         expert_weights: ``fp8`` re-encodes FP4 experts without loss, or refuses them; ``fp4`` keeps the stored format.
-        on_loaded: called once with the result, when every tensor is in place and before anything else is allocated:
-            the prewarm's moment.
 
     Returns:
         Kernel tensors by key. On an error nothing is returned and the memory is released.
@@ -206,7 +203,6 @@ def load_weights(
             advance(entries[name].num_bytes)
     gib = sum(t.numel() * t.element_size() for t in weights.values()) / 2**30
     logger.info("weights: %d tensors, %.2f GiB, %.1f s", len(weights), gib, time.perf_counter() - started)
-    on_loaded(weights)
     return weights
 
 

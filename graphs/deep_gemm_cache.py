@@ -62,11 +62,28 @@ class Observation:
     load_ms: Mapping[str, float]
 
 
-def snapshot(cache_dir: Path) -> dict[str, Key]:
-    """Complete cache entries by directory name, each with :func:`instantiation` of its source."""
+def snapshot(cache_dir: Path, *, strict: bool = False) -> dict[str, Key]:
+    """Complete cache entries by directory name, each with :func:`instantiation` of its source.
+
+    Other programs and other releases keep kernels in the same directory: an entry whose source cannot be read is not
+    ours, and is left out.
+
+    Args:
+        cache_dir: DeepGEMM's.
+        strict: every entry must be one that can be read.
+
+    Raises:
+        OSError, ValueError: with ``strict``, a source that is missing, or not one that is known.
+    """
     found = {}
     for cubin in sorted(Path(cache_dir, "cache").glob("kernel.*/kernel.cubin")):
-        found[cubin.parent.name] = instantiation((cubin.parent / "kernel.cu").read_text())
+        entry = cubin.parent
+        try:
+            found[entry.name] = instantiation((entry / "kernel.cu").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            if strict:
+                raise
+            logger.debug("%s is left out, another program's: %s", entry, error)
     return found
 
 
@@ -118,8 +135,8 @@ def compile_ahead(
 ) -> int:
     """Let child processes compile the kernels that ``cache_dir`` lacks; returns how many they added.
 
-    One process of the machine at a time does so; the others wait and then find them. A child that fails is logged:
-    whoever needs its kernels compiles them in the call.
+    One process of the machine at a time does so; the others wait and then find them. A child that fails is logged, and
+    so is a wait that was too long, after which nothing is added: whoever needs the kernels compiles them in the call.
 
     Args:
         calls: by key, what a child must be told to make a call that needs the kernel.
@@ -129,12 +146,17 @@ def compile_ahead(
         processes: children at once.
         timeout: seconds, for the lock and for the children.
         show: told of every kernel that was added.
-
-    Raises:
-        filelock.Timeout: another process kept the lock for ``timeout`` seconds.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(lock, timeout=timeout):
+    try:
+        held = filelock.FileLock(lock, timeout=timeout).acquire()
+    except filelock.Timeout:
+        logger.warning(
+            "DeepGEMM kernels must be compiled ahead under %s, which another process kept for %g s: those that are "
+            "missing are compiled in their calls", lock, timeout,
+        )  # fmt: skip
+        return 0
+    with held:
         before = snapshot(cache_dir)
         found = set(before.values())
         missing = [call for key, call in calls.items() if key not in found]
@@ -181,15 +203,16 @@ def observe(program: Sequence[str], cache_dir: Path, *, timeout: float, cwd: Pat
     Raises:
         RuntimeError: the child failed; the message ends with its output.
         subprocess.TimeoutExpired: it took longer than ``timeout`` seconds.
+        OSError, ValueError: an entry of the cache cannot be read, so that nothing can be said about it.
     """
-    before = snapshot(cache_dir)
+    before = snapshot(cache_dir, strict=True)
     settings = {"DG_JIT_CACHE_DIR": str(cache_dir), "DG_JIT_PRINT_LOAD_TIME": "1"}
     command = ["/usr/bin/env", *(f"{name}={value}" for name, value in settings.items()), sys.executable, *program]
     child = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False)
     if child.returncode:
         tail = (child.stdout + child.stderr)[-2000:]
         raise RuntimeError(f"the child must succeed, got exit status {child.returncode}: {tail}")
-    return parse(child.stdout, before=before, after=snapshot(cache_dir))
+    return parse(child.stdout, before=before, after=snapshot(cache_dir, strict=True))
 
 
 def parse(output: str, *, before: Mapping[str, Key], after: Mapping[str, Key]) -> Observation:

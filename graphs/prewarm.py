@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from .jit_monitor import JitMonitor, JitReport
-from .ranks import Ranks
+from .ranks import LONGEST_WAIT, Ranks
 from .warmer import Building, Case, Key, PrewarmError, Show, Thread, Warmer, key_text
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def prewarm(
     store: dist.Store | None = None,
     monitor: Callable[[], JitMonitor] | None = None,
     enabled: bool = True,
-    timeout: timedelta = timedelta(minutes=30),
+    timeout: timedelta = LONGEST_WAIT,
 ) -> PrewarmReport:
     """Warm every case; see the module's docstring.
 
@@ -163,9 +163,9 @@ def prewarm(
     )
     failure: Exception | None = None
     if enabled and known is None:
-        warmer = Warmer(run, is_warm=is_warm, mark_warm=mark_warm, lock_dir=Path(lock_dir), device=where,
-                        progress=progress, timeout=timeout, thread=thread or _no_kernels)  # fmt: skip
         try:
+            warmer = Warmer(run, is_warm=is_warm, mark_warm=mark_warm, lock_dir=Path(lock_dir), device=where,
+                            progress=progress, timeout=timeout, thread=thread or _no_kernels)  # fmt: skip
             report = _warm(
                 warmer,
                 unique,

@@ -8,7 +8,9 @@ same order.
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -18,12 +20,22 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "dsv4/ranks"
 _LOG_SECONDS = 10.0
+LONGEST_WAIT = timedelta(minutes=30)
+"""For another rank, by default."""
 
 
 def default_group() -> dist.ProcessGroup | None:
     """All ranks of ``torch.distributed`` where it is in use; ``None`` is this process alone."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return dist.group.WORLD if several else None
+
+
+@dataclass
+class Meeting:
+    """What a rank says at the end of a block of :meth:`Ranks.together`, JSON-ready, and then what all have said."""
+
+    value: Any = None
+    values: list[Any] = field(default_factory=list)
 
 
 class Ranks:
@@ -75,6 +87,33 @@ class Ranks:
         if self.rank == 0:  # it often hosts the store: it must not leave, perhaps by an error, before others have read
             self._wait([f"{base}/read/{rank}" for rank in range(self.size)], name)
         return values
+
+    @contextmanager
+    def together(self, name: str, waiting: AbstractContextManager[object] | None = None) -> Iterator[Meeting]:
+        """Meet the other ranks at the end of the block; if it failed anywhere, that is an error everywhere.
+
+        Args:
+            name: of the meeting, once a round.
+            waiting: opened while this rank waits.
+
+        Raises:
+            RuntimeError: the block failed on another rank, naming rank and error.
+            TimeoutError: naming the ranks that did not come.
+        """
+        meeting, failure = Meeting(), None
+        try:
+            yield meeting
+        except Exception as error:
+            failure = error
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        with waiting or nullcontext():
+            answers = self.exchange(name, {"value": meeting.value if failure is None else None, "error": told})
+        if failure is not None:
+            raise failure
+        failed = [f"rank {n}: {answer['error']}" for n, answer in enumerate(answers) if answer["error"] is not None]
+        if failed:
+            raise RuntimeError(f"every rank must start up, got {'; '.join(failed)}")
+        meeting.values = [answer["value"] for answer in answers]
 
     def _wait(self, keys: Sequence[str], name: str) -> None:
         assert self._store is not None

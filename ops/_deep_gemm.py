@@ -75,10 +75,8 @@ def _call(key: keys.Key, device: torch.device, name: str, *args: Any, **kwargs: 
     _runtime.require_known(key)
     if _runtime.is_warm(key):
         return function(*args, **kwargs)
-    with _cold:
-        result = function(*args, **kwargs)
-    _runtime.mark_warm(key)
-    return result
+    with _runtime.first_launch(key), _cold:
+        return function(*args, **kwargs)
 
 
 def column_major(scales: torch.Tensor) -> torch.Tensor:

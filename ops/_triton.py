@@ -2,7 +2,8 @@
 
 This module does not import triton; kernel modules (``ops/*_kernel.py``) do, and are imported when first launched.
 Kernels declare their token counts and other run-time integers in ``do_not_specialize``, so that a launch's key is its
-constants and dtypes alone.
+constants and dtypes alone; and which tensors begin off a boundary of 16 bytes, for which Triton compiles another binary.
+The allocator and every layout of this library keep to that boundary, so no prewarm has such keys.
 """
 
 from collections.abc import Iterator
@@ -47,6 +48,8 @@ def launch(key: _runtime.Key, kernel: Any, grid: tuple[int, ...], *args: Any, **
         return
     if 0 in grid:
         return
+    if off := _off_boundary(args):
+        key = (*key, "off 16 bytes", off)
     if _runtime.is_warm(key):
         kernel[grid](*args, **meta)
         return
@@ -55,6 +58,15 @@ def launch(key: _runtime.Key, kernel: Any, grid: tuple[int, ...], *args: Any, **
     with _runtime.first_launch(key), _triton_launchers.loading():
         _triton_hashes.settle(kernel)
         kernel[grid](*args, **meta)
+
+
+def _off_boundary(args: tuple[Any, ...]) -> int:
+    """A bit for every tensor among the arguments that does not begin on a boundary of 16 bytes."""
+    off = 0
+    for place, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor) and arg.data_ptr() & 15:
+            off |= 1 << place
+    return off
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def test_first_requests_are_compared_within_their_process():
 def test_first_requests_count_where_the_core_kept_its_speed(place):
     """Before and after the first and the tenth; neither a slow first request nor a fast one decides about it."""
     samples = samples_of("first_request")
-    samples["eager"]["core_s"][1][place] = 1.2e-3
+    samples["eager"]["core_s"][1][place] = 0.8e-3
     with pytest.raises(SampleError, match="engines of eager whose core kept its speed must be 3, got 2"):
         POINTS["first_request"].judge(samples)
     for name, value in (("awake_s", 0.5), ("request_s", [3.0, *[2.0] * 9]), ("core_s", [1e-3] * 11)):
@@ -72,6 +72,21 @@ def test_first_requests_count_where_the_core_kept_its_speed(place):
     for core in samples["eager"]["core_s"]:
         core[2:9] = [5e-3] * 7  # between them it may do what it likes
     assert POINTS["first_request"].judge(samples) == (1.1, True)
+
+
+def test_what_a_first_request_leaves_running_is_no_excuse():
+    """A loop that is slower after it, and only there, in more than a quarter of a path's engines."""
+    samples = samples_of("first_request")
+    for name, value in (("awake_s", 0.5), ("request_s", [6.0, *[2.0] * 9]), ("core_s", [1e-3, 1.2e-3, *[1e-3] * 9])):
+        samples["eager"][name].append(value)
+    assert POINTS["first_request"].judge(samples) == (1.1, True)  # one of four
+    samples["eager"]["core_s"][1][1] = 1.2e-3
+    with pytest.raises(SampleError, match="engines of eager .* must be at most a quarter, got 2 of 4: the request may"):
+        POINTS["first_request"].judge(samples)
+    for core in samples["eager"]["core_s"]:
+        core[-1] = 1.2e-3  # the host then, since it comes back
+    with pytest.raises(SampleError, match="whose core kept its speed must be 3, got 0"):
+        POINTS["first_request"].judge(samples)
 
 
 def test_paths_that_lack_engines_get_more(monkeypatch, tmp_path):

@@ -14,7 +14,6 @@ from torch import nn
 
 import dsv4
 from dsv4 import engine as engine_module, ops, prewarming
-from dsv4.checkpoint import Checkpoint
 from dsv4.config import flash_config
 from dsv4.engine import Engine
 from dsv4.engine_config import EngineConfig
@@ -22,7 +21,6 @@ from dsv4.graphs.jit_monitor import JitReport, KeyCounts
 from dsv4.graphs.warmer import PrewarmError
 from dsv4.model import DeepseekV4
 from dsv4.ops import _backends, _deep_gemm, _registry, _runtime
-from dsv4.weights import load_weights
 
 from .conftest import NANO
 from .graphs.rank_programs import run_ranks, world_of_two
@@ -188,21 +186,14 @@ def test_models_on_the_cpu_arm_nothing(nano_model):
     assert not _runtime.first_uses
 
 
+def test_references_are_not_warmed(nano_config):
+    """They would run, and every key would count as warm."""
+    case = prewarming.prewarm_cases(nano_config, torch.device("cpu"), 16)[0]
+    with _runtime.use_references(), pytest.raises(RuntimeError, match="kernels must be in use to be warmed, got ref"):
+        prewarming.run_case(case)
+
+
 # ---- at the tail of loading ------------------------------------------------------------------------------------------
-
-
-def test_loading_calls_back_when_every_tensor_is_in_place(nano_config):
-    seen = {}
-
-    def on_loaded(weights) -> None:
-        seen.update({name: tensor.clone() for name, tensor in weights.items()})
-
-    weights = load_weights(
-        Checkpoint.open(NANO), nano_config, "official", torch.bfloat16, "cpu", progress=False, on_loaded=on_loaded
-    )
-    assert seen.keys() == weights.keys()
-    for name, tensor in weights.items():
-        assert torch.equal(seen[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def test_order_of_start_up(monkeypatch):
@@ -213,19 +204,18 @@ def test_order_of_start_up(monkeypatch):
         original = getattr(engine_module, name)
 
         def call(*args, **kwargs):
-            if name == "load_weights":
-                result = original(*args, **kwargs)
-                order.append(name)
-                return result
-            order.append(name)
-            return original(*args, **kwargs)
+            order.append(f"{name} begins")
+            result = original(*args, **kwargs)
+            order.append(f"{name} ends")
+            return result
 
         monkeypatch.setattr(engine_module, name, call)
 
     for name in ("load_weights", "warm_loaded", "start_up"):
         spied(name)
     Engine.from_checkpoint(NANO, EngineConfig(compile="off", max_seq_len=256, max_requests=1), progress=False)
-    assert order == ["warm_loaded", "load_weights", "start_up"]
+    names = ("load_weights", "warm_loaded", "start_up")
+    assert order == [f"{name} {what}" for name in names for what in ("begins", "ends")]
 
 
 def test_the_tail_of_loading_warms_on_a_gpu_alone(monkeypatch):

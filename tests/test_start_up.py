@@ -5,16 +5,12 @@ Everything here runs on simulated hardware; that a device does what it is asked 
 
 import gc
 import logging
-import threading
 import weakref
-from datetime import timedelta
 from functools import partial
 
 import pytest
-import torch.distributed as dist
 
 from dsv4 import compile_stage, start_up as start_up_module
-from dsv4.cache_sizing import plan_cache
 from dsv4.capture_stage import draft_ladder, step_ladder
 from dsv4.engine import Engine
 from dsv4.graphs.jit_monitor import JitMonitor, KeyCounts
@@ -56,6 +52,7 @@ def spied(monkeypatch, hardware: SimulatedHardware) -> None:
     spy(Ranks, "exchange", lambda self, name, value: f"meet: {name}")
     spy(CapturedPieces, "problems", lambda self, args: f"warm-up {rows(args)}")
     spy(CapturedPieces, "capture", lambda self, label, mode, args, watched: f"{mode} {rows(args)}")
+    spy(Engine, "rehearse", lambda self: "rehearse")
     spy(start_up_module, "allocate_caches", lambda *args, num_blocks, **sizes: f"allocate {num_blocks}")
 
 
@@ -72,6 +69,7 @@ def test_order_of_the_stages(tiny, monkeypatch, graph_mode):
     assert step[0] == 6 and draft[0] == 9
     assert events == [
         "allocate 1",
+        "meet: settings",
         "prewarm",
         *(["compile"] if compiled else []),
         "meet: compiled",
@@ -85,6 +83,9 @@ def test_order_of_the_stages(tiny, monkeypatch, graph_mode):
         "meet: caches",
         "allocate 6",
         *(f"{graph_mode} {n}" for n in (*step, *draft)),
+        "meet: captured",
+        "rehearse",
+        "meet: ready",
     ]
     first_capture = hardware.events.index("capture")
     assert hardware.events.index("prewarm") < first_capture
@@ -124,6 +125,7 @@ def test_late_compilations_are_listed(tiny, monkeypatch, caplog):
             return super().__exit__(*error)
 
     hardware = SimulatedHardware()
+    monkeypatch.setattr(Engine, "rehearse", lambda self: hardware.events.append("rehearse"))
     monkeypatch.setattr(start_up_module, "JitMonitor", partial(Seen, counters={"some": dict}))
     with caplog.at_level(logging.WARNING, logger=start_up_module.__name__):
         engine = make(tiny, hardware)
@@ -134,7 +136,8 @@ def test_late_compilations_are_listed(tiny, monkeypatch, caplog):
     assert [r.getMessage() for r in caplog.records] == ["some compiled or loaded slow late, in 1.50 s"]
     events = hardware.events
     assert events.index("prewarm") < events.index("monitor opens") < events.index("watch the peak")
-    assert max(i for i, e in enumerate(events) if e == "capture") < events.index("monitor closes")
+    assert max(i for i, e in enumerate(events) if e == "capture") < events.index("rehearse")
+    assert events.index("rehearse") < events.index("monitor closes")
 
 
 @pytest.mark.slow
@@ -202,6 +205,18 @@ def test_another_failure_is_never_eager(tiny, monkeypatch):
         make(tiny, SimulatedHardware("auto"))
 
 
+def test_a_failed_rehearsal_leaves_nothing(tiny, monkeypatch):
+    def failing(self):
+        raise ValueError("a kernel is wrong")
+
+    monkeypatch.setattr(Engine, "rehearse", failing)
+    hardware = SimulatedHardware()
+    with pytest.raises(ValueError, match="a kernel is wrong"):
+        make(tiny, hardware)
+    assert hardware.made and not any(owner.arena.live for owner in hardware.made)
+    assert hardware.events[-1] == "release cached"
+
+
 @pytest.mark.slow
 def test_caches_of_another_engine_are_refused(tiny):
     engine, other = make(tiny), Engine.from_model(tiny, settings_of())
@@ -263,69 +278,3 @@ def test_an_engine_that_serves_is_not_closed(tiny):
         engine.close()
     stream.close()
     engine.close()
-
-
-# ---- ranks -----------------------------------------------------------------------------------------------------------
-
-
-def on_ranks(monkeypatch, call) -> list:
-    """Results, or errors, of ``call(rank)`` in two threads that share a store."""
-    store, results = dist.HashStore(), [None, None]
-    threads = []
-    for rank in range(2):
-
-        def run(rank: int = rank) -> None:
-            try:
-                results[rank] = call(rank)
-            except Exception as error:
-                results[rank] = error
-
-        threads.append(threading.Thread(target=run))
-    ranks = threading.local()
-    monkeypatch.setattr(
-        Ranks, "of", classmethod(lambda cls, group, store_, timeout: cls(ranks.number, 2, store, timedelta(seconds=60)))
-    )
-    for number, thread in enumerate(threads):
-        original = thread._target
-
-        def numbered(number: int = number, original=original) -> None:
-            ranks.number = number
-            original()
-
-        thread._target = numbered
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-def test_ranks_agree_on_the_number_of_blocks(tiny, monkeypatch):
-    free = (1 << 28, 1 << 27)
-
-    def call(rank: int) -> tuple[int, int]:
-        hardware = SimulatedHardware("off", free=free[rank], total=1 << 28, transient=0)
-        engine = make(tiny, hardware, num_blocks=None)
-        return engine.settings.num_blocks, plan_cache(
-            tiny.config, settings_of(num_blocks=None), engine.started.caches.memory
-        ).num_blocks
-
-    first, second = on_ranks(monkeypatch, call)
-    assert first[0] == second[0] == second[1] < first[1]
-
-
-def test_a_rank_that_cannot_compile_fails_everywhere(tiny, monkeypatch):
-    """And nobody waits for it at the next meeting, or runs a step without it."""
-    hardware = [SimulatedHardware("off"), SimulatedHardware("off")]
-
-    def compile_functions(runner, settings):
-        if settings.max_seq_len == 256:
-            raise ValueError("no compiler")
-        return {}
-
-    monkeypatch.setattr(start_up_module, "compile_functions", compile_functions)
-    errors = on_ranks(
-        monkeypatch, lambda rank: make(tiny, hardware[rank], compile="piecewise", max_seq_len=512 - 256 * rank)
-    )
-    assert str(errors[0]) == "every rank must start up, got rank 1: ValueError: no compiler"
-    assert type(errors[1]) is ValueError and str(errors[1]) == "no compiler"
-    assert all("watch the peak" not in h.events for h in hardware)

@@ -136,7 +136,7 @@ def skewed_compile(rank: int, size: int, directory: Path, slow_rank: int, limit:
 def _outcome(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (PrewarmError, TimeoutError, ValueError) as error:
+    except (PrewarmError, OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "passed"
 
@@ -176,6 +176,11 @@ def decisions(rank: int, size: int, directory: Path) -> dict[str, Any]:
 
     found["ahead"] = _outcome(lambda: call(keys, run=lambda case: None, compile_ahead=ahead))
     kernels.warm.clear()
+    (directory / f"file{rank}").touch()
+    found["no folder"] = _outcome(
+        lambda: call([("f", 1)], lock_dir=directory / (f"file{rank}" if rank == 2 else "locks") / "here")
+    )
+    kernels.run_keys = [key for key in kernels.run_keys if key != ("f", 1)]
     found["all well"] = _outcome(lambda: call(keys))
     found["run"] = list(kernels.run_keys)
     found["repeated"] = call(keys).repeated

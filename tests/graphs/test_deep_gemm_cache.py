@@ -5,6 +5,7 @@ import logging
 import textwrap
 from pathlib import Path
 
+import filelock
 import pytest
 
 from dsv4.graphs import deep_gemm_cache
@@ -96,6 +97,43 @@ def test_instantiations():
             instantiation(wrong)
 
 
+FOREIGN = {
+    "no source": lambda source: None,
+    "a directory": lambda source: source.mkdir(),
+    "another template": lambda source: source.write_text("int main();"),
+    "two kernels": lambda source: source.write_text("&f<1>); &f<2>);"),
+    "no text": lambda source: source.write_bytes(b"&f<1>); \xff"),
+}
+
+
+@pytest.mark.parametrize("plant", FOREIGN.values(), ids=FOREIGN)
+def test_entries_of_other_programs_are_left_out(cache, caplog, plant):
+    """The directory is shared. In a child's cache, where every kernel must be accounted for, they are errors."""
+    own = snapshot(cache)
+    entry = cache / "cache" / "kernel.foreign.0"
+    entry.mkdir()
+    (entry / "kernel.cubin").touch()
+    plant(entry / "kernel.cu")
+    with caplog.at_level(logging.DEBUG, logger=deep_gemm_cache.__name__):
+        assert snapshot(cache) == own and len(own) == 3
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{entry} is left out, another program's: ")
+    assert len(deep_gemm_cache.counter(cache)()) == 3
+    with pytest.raises((OSError, ValueError)):
+        snapshot(cache, strict=True)
+    with pytest.raises((OSError, ValueError)):
+        observe(["-c", ""], cache, timeout=60)
+
+
+def test_a_child_that_compiles_what_cannot_be_read_is_no_observation(tmp_path):
+    source = (
+        f"import pathlib; entry = pathlib.Path({str(tmp_path)!r}, 'cache', 'kernel.f.0'); entry.mkdir(parents=True); "
+        "(entry / 'kernel.cu').write_text('int main();'); (entry / 'kernel.cubin').touch()"
+    )
+    with pytest.raises(ValueError, match="must instantiate 1 kernel, got 0"):
+        observe(["-c", source], tmp_path, timeout=60)
+
+
 def test_the_monitor_counts_what_appears(cache):
     entry = cache / "cache" / "kernel.another.1"
     with JitMonitor(libraries=NOTHING, counters={"deep_gemm": deep_gemm_cache.counter(cache)}) as monitor:
@@ -162,3 +200,20 @@ def test_compiling_ahead(tmp_path, caplog):
         more = few | {("deep_gemm", "f", 7): 7, ("deep_gemm", "f", -1): -1}
         assert compile_ahead(more, program, tmp_path, **where) == 3
     assert "a process that compiles DeepGEMM kernels failed: " in caplog.text and "cannot compile" in caplog.text
+
+
+def test_who_waits_too_long_compiles_nothing_ahead(tmp_path, caplog):
+    """Children of the process that has the lock may hang as long as others wait: no reason for those to fail."""
+    calls = {("deep_gemm", "f", n): n for n in range(3)}
+    where = {"lock": tmp_path / "lock", "processes": 1}
+
+    def program(part: list) -> list[str]:
+        return ["-c", CHILD, json.dumps(part), str(tmp_path)]
+
+    with filelock.FileLock(where["lock"]), caplog.at_level(logging.WARNING):
+        assert compile_ahead(calls, program, tmp_path, **where, timeout=0.1) == 0
+    assert not snapshot(tmp_path)
+    (record,) = caplog.records
+    assert f"under {where['lock']}, which another process kept for 0.1 s" in record.getMessage()
+    for added in (3, 0):  # the lock is free again, and stays so
+        assert compile_ahead(calls, program, tmp_path, **where, timeout=60) == added

@@ -113,6 +113,8 @@ def test_ranks_that_decide_differently(tmp_path):
     same.pop("failure")
     late = {"TimeoutError: lock must be free", "PrewarmError: every rank must be warm, got rank 2: lock must be free"}
     assert same.pop("ahead") == late
+    own, others = sorted(same.pop("no folder"))
+    assert own.startswith("NotADirectoryError: ") and "every rank must be warm, got rank 2: [Errno 20]" in others
     assert same == {"all well": {"passed"}}
     assert all(f["run"] == f["run again"] == [("a", 1), ("b", 2)] and f["repeated"] for f in found)
 

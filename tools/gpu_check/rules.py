@@ -132,6 +132,11 @@ def same_core(core_s: Sequence[float]) -> bool:
     return is_steady([*core_s[:2], *core_s[-2:]])
 
 
+def _left_running(core_s: Sequence[float]) -> bool:
+    """Whether the loop after the first request alone took longer: by chance, or by what that request left running."""
+    return not same_core(core_s) and is_steady([core_s[0], *core_s[-2:]]) and core_s[1] > core_s[0]
+
+
 def first_over_tenth(samples: Any, engines: int) -> float:
     """Per path: the median of first request over tenth over the engines whose core kept its speed; the largest.
 
@@ -146,6 +151,12 @@ def first_over_tenth(samples: Any, engines: int) -> float:
             _positive("seconds", times)
         if len(awake) != len(every) or min(awake) < AWAKE_S:
             raise SampleError(f"a device must be kept busy for {AWAKE_S} s before its first request, got {awake}")
+        excused = sum(map(_left_running, cores))
+        if excused > len(cores) / 4:
+            raise SampleError(
+                f"engines of {path} whose core was slower right after the first request alone must be at most a "
+                f"quarter, got {excused} of {len(cores)}: the request may have left something running"
+            )
         counted = [times[0] / times[9] for times, core in zip(every, cores, strict=True) if same_core(core)]
         if len(counted) < engines:
             raise SampleError(f"engines of {path} whose core kept its speed must be {engines}, got {len(counted)}")
