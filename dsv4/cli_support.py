@@ -25,6 +25,13 @@ Numerics = Annotated[str, typer.Option(help="exact (no activation or KV quantisa
 Compile = Annotated[str, typer.Option(help="off, piecewise or full.")]
 
 
+def _folder(text: str) -> Path:
+    """``Path("")`` would be the current directory."""
+    if not text:
+        raise typer.BadParameter("must be a directory, got ''")
+    return Path(text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """The options of every command that makes an engine; the fields are the options, with their help and defaults."""
@@ -45,7 +52,8 @@ class EngineOptions:
         "fp4"
     )
     compile_cache: Annotated[
-        Path | None, typer.Option(help="Directory that keeps compiled pieces; default: in the user's cache directory.")
+        Path | None,
+        typer.Option(parser=_folder, help="Directory of compiled pieces; default: in the user's cache directory."),
     ] = None
 
     def settings(self, **more: Any) -> "EngineConfig":

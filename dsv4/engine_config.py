@@ -110,7 +110,8 @@ class EngineConfig:
         names = () if self.boundary_ops is None else self.boundary_ops
         if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"boundary_ops must be a tuple of op names, got {names!r}")
-        if self.compile_cache is not None and not isinstance(self.compile_cache, (str, PathLike)):
+        cache = self.compile_cache
+        if cache is not None and not (isinstance(cache, (str, PathLike)) and str(cache)):
             raise ValueError(f"compile_cache must be a directory or None, got {self.compile_cache!r}")
         for name in ("max_requests", "token_budget", "chunk_tokens", "prewarm_workers"):
             _check_count(name, getattr(self, name))

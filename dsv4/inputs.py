@@ -124,7 +124,8 @@ def build_inputs(
         embedded: the rows have embeddings (:func:`check_embeddings`), so a token id may be −1.
 
     Raises:
-        ValueError: a token id out of range, a row beyond the tables, or a padded size below the real one.
+        ValueError: a token id out of range, a row beyond the tables, a padded size below the real one, or two requests
+            that would write to the same block, page or state slot.
     """
     total = sum(len(s.token_ids) for s in segments)
     num_rows = total if num_rows is None else num_rows
@@ -134,6 +135,7 @@ def build_inputs(
             raise ValueError(f"{name} must be at least {need}, got {size}")
     for number, segment in enumerate(segments):
         _check_segment(number, segment, max_blocks, vocab_size, UNKNOWN_TOKEN if embedded else 0)
+    _check_written(segments)
     max_pages = max_blocks * (BLOCK_TOKENS // WINDOW_PAGE_TOKENS)
     host = {
         "token_ids": np.full(num_rows, -1, np.int64),
@@ -191,3 +193,20 @@ def _check_segment(number: int, segment: Segment, max_blocks: int, vocab_size: i
             raise ValueError(f"request {number}: {name} must cover {end} tokens, got {len(pages)} pages of {size}")
         if len(pages) > width:
             raise ValueError(f"request {number}: a page table must have at most {width} pages, got {len(pages)}")
+
+
+def _check_written(segments: Sequence[Segment]) -> None:
+    """What a request writes in this step must be its own; prefixes that are complete may be shared."""
+    owners: dict[tuple[str, int], int] = {}
+    for number, segment in enumerate(segments):
+        if not len(segment.token_ids):
+            continue
+        first, last = segment.start, segment.start + len(segment.token_ids) - 1
+        blocks = segment.blocks[first // BLOCK_TOKENS : last // BLOCK_TOKENS + 1]
+        pages = segment.window_pages[first // WINDOW_PAGE_TOKENS : last // WINDOW_PAGE_TOKENS + 1]
+        if min(blocks) < 0:
+            raise ValueError(f"request {number}: a block must be at least 0, got {min(blocks)}")
+        for name, places in (("block", blocks), ("window page", pages), ("state_slot", (segment.state_slot,))):
+            for place in places:
+                if place >= 0 and (owner := owners.setdefault((name, place), number)) != number:
+                    raise ValueError(f"request {number}: a {name} must be its own, got {place} of request {owner}")

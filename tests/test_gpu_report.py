@@ -29,7 +29,8 @@ REPORT, MISSED = ROOT / "bench" / "h200_check.json", ROOT / "bench" / "missed.js
 def report() -> dict[str, Any]:
     points = {name: joining.entry(name, samples_of(name), [], 1.0, ["section"]) for name in POINTS}
     return {
-        "gpu": "NVIDIA GPU", "torch": "2.11.0", "triton": "3.6.0", "commit": 40 * "a", "clean_tree": True,
+        "gpu": "NVIDIA GPU", "torch": "2.11.0", "triton": "3.6.0", "python": "3.12.3", "commit": 40 * "a",
+        "clean_tree": True,
         "started": "2026-01-01T00:00:00+00:00", "seconds": points["whole_run_s"]["value"], "kernels": ["kernel"],
         "warm_keys": [["op", 1]], "sections": dict.fromkeys(SECTIONS, {"seconds": 1.0}), "details": {},
         "points": points,
@@ -108,7 +109,22 @@ def no_kernels(report):
     report["kernels"] = []
 
 
+def no_python(report):
+    del report["python"]
+
+
+def another_key(report):
+    report["note"] = "all is well"
+
+
+def a_section_that_was_killed(report):
+    report["sections"]["decode"] = {"seconds": 1.0, "end": "killed after 100 s"}
+
+
 TAMPERINGS = {
+    no_python: "python: the report lacks it",
+    another_key: "note: not a known key",
+    a_section_that_was_killed: "sections: decode must have ended well for decode_speed_up to pass",
     change_a_sample: "exact_nll: value must be",
     change_a_small_sample: "exact_nll: value must be",
     change_a_value: "decode_speed_up: value must be",

@@ -48,6 +48,7 @@ def test_misuse_shows_the_usage(argv, message):
     (("out", "decode"), "COMMIT must be 40 hex digits, with -dirty behind them if files differ, got 'decode'"),
     (("out", "a" * 40 + "-dirt"), "COMMIT must be 40 hex digits"),
     (("out", "", "decode", "no_such"), "SECTION must begin the name of one of prewarm, "),
+    (("/proc/nope", "", "references"), "OUT_DIR must be a folder that can be made, got /proc/nope: "),
     (("README.md",), f"OUT_DIR must be a folder, got the file {ROOT / 'README.md'}"),
 ], ids=str)  # fmt: skip
 def test_a_run_that_would_measure_something_else(argv, message):

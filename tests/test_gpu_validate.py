@@ -18,6 +18,7 @@ from .conftest import ROOT
     ("[1]", "a report must be a JSON object, got {path}: list"),
     ("[" * 100_000, "a report must be a file of JSON, got {path}: "),
     ('{"points": [1]}', "points must be a JSON object, got list in {path}"),
+    ('{"clean_tree": false, "clean_tree": true}', "a report must be a file of JSON, got {path}: a key must stand once"),
     ('{"points": {"ops": 3}}', "points ops must be a JSON object, got int in {path}"),
 ])  # fmt: skip
 def test_what_is_no_report_is_one_line(tmp_path, text, message):

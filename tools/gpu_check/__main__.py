@@ -71,6 +71,11 @@ def _misuse(arguments: argparse.Namespace) -> str | None:
     for name in arguments.only:
         if not any(section.startswith(name) for section in SECTIONS):
             return f"SECTION must begin the name of one of {', '.join(SECTIONS)}, got {name!r}"
+    if arguments.dry or _reaches_gpu():  # nothing is made for a run that cannot begin
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return f"OUT_DIR must be a folder that can be made, got {out}: {error}"
     return None
 
 

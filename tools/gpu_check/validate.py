@@ -10,7 +10,10 @@ from .points import POINTS
 from .rules import SampleError
 from .sections import SECTIONS
 
-TOP_KEYS = ("gpu", "torch", "triton", "commit", "clean_tree", "started", "seconds", "kernels", "warm_keys", "points")
+TOP_KEYS = (
+    "gpu", "torch", "triton", "python", "commit", "clean_tree", "started", "seconds", "kernels", "warm_keys", "points",
+    "sections", "details",
+)  # fmt: skip
 POINT_KEYS = ("question", "samples", "value", "bar", "sense", "pass", "seconds", "command")
 
 
@@ -21,11 +24,19 @@ class UnreadableError(ValueError):
 def read(path: Path, what: str) -> dict[str, Any]:
     """The JSON object in ``path``; the error names ``what`` it should be, in one line."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(), object_pairs_hook=_once)
     except (OSError, ValueError, RecursionError) as error:
         raise UnreadableError(f"{what} must be a file of JSON, got {path}: {error}") from error
     if not isinstance(found, dict):
         raise UnreadableError(f"{what} must be a JSON object, got {path}: {type(found).__name__}")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"a key must stand once, got {next(key for key in keys if keys.count(key) > 1)!r} again")
     return found
 
 
@@ -46,6 +57,7 @@ def problems(report: dict[str, Any], missed: dict[str, dict[str, Any]]) -> list[
             only the answer to an earlier question) and ``reason``.
     """
     found = [f"{key}: the report lacks it" for key in TOP_KEYS if key not in report]
+    found += [f"{key}: not a known key" for key in report if key not in TOP_KEYS]
     if report.get("clean_tree") is not True:
         found.append(f"clean_tree: must be true, got {report.get('clean_tree')!r}")
     if not re.fullmatch("[0-9a-f]{40}", str(report.get("commit"))):
@@ -82,7 +94,7 @@ def _description_problems(report: dict[str, Any]) -> list[str]:
     whole = report.get("points", {}).get("whole_run_s", {}).get("value")
     if report.get("seconds") != whole:
         found.append(f"seconds: must be the value of whole_run_s, {whole!r}, got {report.get('seconds')!r}")
-    for key in ("torch", "triton"):
+    for key in ("torch", "triton", "python"):
         if not re.match(r"\d+\.\d+", str(report.get(key))):
             found.append(f"{key}: must be a version, got {report.get(key)!r}")
     for key in ("sections", "details"):
@@ -90,6 +102,19 @@ def _description_problems(report: dict[str, Any]) -> list[str]:
             found.append(f"{key}: must be an object, got {report.get(key)!r}")
         elif key == "sections" and (lacking := sorted(SECTIONS.keys() - report[key].keys())):
             found.append(f"sections: must hold every section, lacks {', '.join(lacking)}")
+        elif key == "sections":
+            found += _section_problems(report)
+    return found
+
+
+def _section_problems(report: dict[str, Any]) -> list[str]:
+    """What ended before its end cannot have measured all that its points ask for."""
+    found = []
+    for name, section in report["sections"].items():
+        points = SECTIONS[name].points if name in SECTIONS else ()
+        passing = [point for point in points if report.get("points", {}).get(point, {}).get("pass")]
+        if isinstance(section, dict) and section.get("end") and passing:
+            found.append(f"sections: {name} must have ended well for {passing[0]} to pass, got {section['end']!r}")
     return found
 
 
@@ -151,7 +176,8 @@ def validate(path: Path, missed_path: Path) -> int:
     for name, stated in missed.items():
         measured = "NO VALUE" if stated.get("value") is None else "MISSED  "
         print(f"{measured} {name}: {stated.get('value')}, {stated.get('reason')}")
-    passed = sum(entry.get("pass") is True for entry in report.get("points", {}).values())
+    wrong = {text.partition(":")[0] for text in found}
+    passed = sum(report.get("points", {}).get(name, {}).get("pass") is True for name in POINTS.keys() - wrong)
     unmeasured = sum(stated.get("value") is None for stated in missed.values())
     print(
         f"{passed} of {len(POINTS)} points pass, {len(missed)} stated as missed ({unmeasured} of them not measured), "
