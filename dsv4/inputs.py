@@ -125,7 +125,7 @@ def build_inputs(
 
     Raises:
         ValueError: a token id out of range, a row beyond the tables, a padded size below the real one, or two requests
-            that would write to the same block, page or state slot.
+            that would write to the same window page or state slot.
     """
     total = sum(len(s.token_ids) for s in segments)
     num_rows = total if num_rows is None else num_rows
@@ -196,7 +196,10 @@ def _check_segment(number: int, segment: Segment, max_blocks: int, vocab_size: i
 
 
 def _check_written(segments: Sequence[Segment]) -> None:
-    """What a request writes in this step must be its own; prefixes that are complete may be shared."""
+    """A request's state slot, and window pages that it writes in this step, must be its own.
+
+    Blocks are not asked: a draft of a request behind a shared prefix begins in its last block, where it writes nothing.
+    """
     owners: dict[tuple[str, int], int] = {}
     for number, segment in enumerate(segments):
         if not len(segment.token_ids):
@@ -206,7 +209,7 @@ def _check_written(segments: Sequence[Segment]) -> None:
         pages = segment.window_pages[first // WINDOW_PAGE_TOKENS : last // WINDOW_PAGE_TOKENS + 1]
         if min(blocks) < 0:
             raise ValueError(f"request {number}: a block must be at least 0, got {min(blocks)}")
-        for name, places in (("block", blocks), ("window page", pages), ("state_slot", (segment.state_slot,))):
+        for name, places in (("window page", pages), ("state_slot", (segment.state_slot,))):
             for place in places:
                 if place >= 0 and (owner := owners.setdefault((name, place), number)) != number:
                     raise ValueError(f"request {number}: a {name} must be its own, got {place} of request {owner}")

@@ -13,7 +13,7 @@ import torch
 
 from . import _formats, _paged, _rope
 from ._example_rows import ExampleRows, example_rope_table, example_rows
-from ._rows import rms_normalize
+from ._rows import check_indices, check_rows, rms_normalize
 from .shapes import BLOCK_TOKENS, Shape
 
 QUANTIZE = ("none", "fp8", "fp4")
@@ -67,11 +67,13 @@ def check_entry(
     _paged.check(op, cache, dim)
 
 
-def check_rows(op: str, kv_score: torch.Tensor, step: StepRows) -> None:
-    """Raise unless the row metadata have as many rows as ``kv_score`` (data, so the references check it alone)."""
-    rows = [t.shape[0] for t in (kv_score, step.positions, step.row_requests)]
-    if len(set(rows)) > 1:
-        raise ValueError(f"{op} kv_score, positions and row_requests must have equal rows, got {rows}")
+def check_step(op: str, kv_score: torch.Tensor, step: StepRows) -> None:
+    """Raise unless the row metadata are of the rows of ``kv_score`` and of as many requests as ``seq_lens`` has."""
+    check_indices(op, 1, **vars(step))
+    check_rows(op, "kv_score", kv_score.shape[0], positions=step.positions, row_requests=step.row_requests)
+    requests = step.seq_lens.shape[0]
+    check_rows(op, "seq_lens", requests, state_slots=step.state_slots)
+    check_rows(op, "seq_lens and one more", requests + 1, query_starts=step.query_starts)
 
 
 def alloc_partials(kv_score: torch.Tensor, seq_lens: torch.Tensor, ratio: int, dim: int) -> Partials:

@@ -21,7 +21,7 @@ from ._formats import (
     dequantize_fp8_weight,
     quantize_fp8,
 )
-from ._rows import product
+from ._rows import check_rows, product
 
 FP8, FP4 = torch.float8_e4m3fn, torch.uint8
 DENSE = (torch.float32, torch.bfloat16)
@@ -87,6 +87,7 @@ def check_activations(op: str, x: torch.Tensor, x_scale: torch.Tensor, w13: torc
     blocks = _blocks(hidden, ACTIVATION_BLOCK)
     if x_scale.dim() != 2 or x_scale.shape[1] != blocks:
         raise ValueError(f"{op} x_scale must have shape [T, {blocks}], got {list(x_scale.shape)}")
+    check_rows(op, "x", x.shape[0], x_scale=x_scale)
 
 
 def values(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def check_tensor(op: str, name: str, tensor: torch.Tensor, shape: Sequence[int],
         raise ValueError(f"{op} {name} must have dtype {dtype}, got {tensor.dtype}")
 
 
-def check_rows(op: str, name: str, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+def check_row_tensor(op: str, name: str, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Refuse a per-token tensor whose dimensions after the first, or whose dtype, are others."""
     if tensor.dim() != len(shape) + 1 or tuple(tensor.shape[1:]) != tuple(shape):
         expected = ", ".join(["T", *map(str, shape)])
@@ -85,9 +85,10 @@ def alloc_pre(
 def alloc_post(op: str, y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """Check the arguments of the mixing after a sublayer and allocate the new streams."""
     num_streams, hidden = check_streams(op, streams)
-    check_rows(op, "y", y, (hidden,), streams.dtype)
-    check_rows(op, "post", post, (num_streams,), torch.float32)
-    check_rows(op, "comb", comb, (num_streams, num_streams), torch.float32)
+    check_row_tensor(op, "y", y, (hidden,), streams.dtype)
+    check_row_tensor(op, "post", post, (num_streams,), torch.float32)
+    check_row_tensor(op, "comb", comb, (num_streams, num_streams), torch.float32)
+    _rows.check_rows(op, "streams", streams.shape[0], y=y, post=post, comb=comb)
     return torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
 
 

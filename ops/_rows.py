@@ -1,6 +1,29 @@
-"""Row-wise products whose result for one row can be made independent of the other rows."""
+"""Rows: whether arguments have the same number of them, and products that keep them independent of each other."""
 
 import torch
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_rows(op: str, like: str, rows: int, *, dim: int = 0, **tensors: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless every tensor has ``rows`` rows, in dimension ``dim``; ``like`` says whose they are.
+
+    For references, fakes and kernels alike. A traced fake sees sizes that are not numbers yet: they pass, and leave
+    no guard, since what a call passes is compared when it runs.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dim() <= dim:
+            raise ValueError(f"{op} {name} must have the {rows} rows of {like}, got {tensor.dim()} dimensions")
+        got = tensor.shape[dim]
+        if isinstance(got, int) and isinstance(rows, int) and got != rows:
+            raise ValueError(f"{op} {name} must have the {rows} rows of {like}, got {got}")
+
+
+def check_indices(op: str, num_dims: int, **tensors: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless every tensor has ``num_dims`` dimensions and holds int32 or int64."""
+    for name, tensor in tensors.items():
+        if tensor.dim() != num_dims or tensor.dtype not in INDEX_DTYPES:
+            raise ValueError(f"{op} {name} must be {num_dims}-D int32 or int64, got {tensor.dim()}-D {tensor.dtype}")
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, *, deterministic: bool) -> torch.Tensor:

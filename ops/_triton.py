@@ -2,7 +2,7 @@
 
 This module does not import triton; kernel modules (``ops/*_kernel.py``) do, and are imported when first launched.
 Kernels declare their token counts and other run-time integers in ``do_not_specialize``, so that a launch's key is its
-constants and dtypes alone; and which tensors begin off a boundary of 16 bytes, for which Triton compiles another binary.
+constants and dtypes alone, and which tensors begin off a boundary of 16 bytes: Triton compiles another binary for them.
 The allocator and every layout of this library keep to that boundary, so no prewarm has such keys.
 """
 

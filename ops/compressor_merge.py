@@ -12,7 +12,7 @@ Source: online softmax (Milakov and Gimelshein, 2018) over the pooling of ``Comp
 
 import torch
 
-from . import _compressor, _compressor_cases
+from . import _compressor, _compressor_cases, _rows
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
@@ -23,6 +23,9 @@ def _check(
     weighted: torch.Tensor,
     norm_weight: torch.Tensor,
     rope_table: torch.Tensor,
+    positions: torch.Tensor,
+    row_requests: torch.Tensor,
+    block_tables: torch.Tensor,
     cache: torch.Tensor,
     ratio: int,
     quantize: str,
@@ -35,6 +38,14 @@ def _check(
             )
     if ratio < 1:
         raise ValueError(f"compressor_merge ratio must be positive, got {ratio}")
+    op = "compressor_merge"
+    _rows.check_indices(op, 1, positions=positions, row_requests=row_requests)
+    _rows.check_indices(op, 2, block_tables=block_tables)
+    _rows.check_rows(op, "positions", positions.shape[0], row_requests=row_requests)
+    for dim in (0, 1):  # ranks and entries
+        _rows.check_rows(op, "maxima", maxima.shape[dim], dim=dim, totals=totals, weighted=weighted)
+    capacity = positions.shape[0] // ratio + block_tables.shape[0]
+    _rows.check_rows(op, f"positions // {ratio} + block_tables", capacity, dim=1, maxima=maxima)
     _compressor.check_entry("compressor_merge", maxima.shape[2], norm_weight, rope_table, cache, quantize)
 
 
@@ -54,7 +65,9 @@ def reference(
     quantize: str,
 ) -> None:
     """Write the merged entries of the windows that end in this step."""
-    _check(maxima, totals, weighted, norm_weight, rope_table, cache, ratio, quantize)
+    _check(
+        maxima, totals, weighted, norm_weight, rope_table, positions, row_requests, block_tables, cache, ratio, quantize
+    )
     emit = _compressor.emitting_rows(positions, row_requests, ratio)
     index = _compressor.partial_index(emit, row_requests, ratio)
     pooled, found = _compressor.merge_partials(maxima[:, index], totals[:, index], weighted[:, index])
@@ -79,7 +92,9 @@ def fake(
     eps: float,
     quantize: str,
 ) -> None:
-    _check(maxima, totals, weighted, norm_weight, rope_table, cache, ratio, quantize)
+    _check(
+        maxima, totals, weighted, norm_weight, rope_table, positions, row_requests, block_tables, cache, ratio, quantize
+    )
 
 
 def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
@@ -114,7 +129,9 @@ def cuda(
 ) -> None:
     from . import _compressor_kernel as kernel
 
-    _check(maxima, totals, weighted, norm_weight, rope_table, cache, ratio, quantize)
+    _check(
+        maxima, totals, weighted, norm_weight, rope_table, positions, row_requests, block_tables, cache, ratio, quantize
+    )
     finished = kernel.Finished((maxima, totals, weighted), norm_weight, rope_table, block_tables, cache, eps, quantize)
     kernel.finish_and_store("compressor_merge", positions, row_requests, ratio, finished=finished)
 

@@ -20,10 +20,16 @@ from .shapes import Shape
 
 
 def _alloc(
-    kv_score: torch.Tensor, ape: torch.Tensor, seq_lens: torch.Tensor, state: torch.Tensor, ratio: int, overlap: bool
+    kv_score: torch.Tensor,
+    ape: torch.Tensor,
+    step: _compressor.StepRows,
+    state: torch.Tensor,
+    ratio: int,
+    overlap: bool,
 ) -> _compressor.Partials:
     dim = _compressor.check_pool("compressor_partials", kv_score, ape, state, ratio, overlap)
-    return _compressor.alloc_partials(kv_score, seq_lens, ratio, dim)
+    _compressor.check_step("compressor_partials", kv_score, step)
+    return _compressor.alloc_partials(kv_score, step.seq_lens, ratio, dim)
 
 
 def reference(
@@ -40,9 +46,8 @@ def reference(
     overlap: bool,
 ) -> _compressor.Partials:
     """Pool this rank's rows of every finished window and write the step's rows to ``state``."""
-    outs = _alloc(kv_score, ape, seq_lens, state, ratio, overlap)
     step = _compressor.StepRows(positions, row_requests, query_starts, seq_lens, state_slots)
-    _compressor.check_rows("compressor_partials", kv_score, step)
+    outs = _alloc(kv_score, ape, step, state, ratio, overlap)
     emit = _compressor.emitting_rows(positions, row_requests, ratio)
     index = _compressor.partial_index(emit, row_requests, ratio)
     partials = _compressor.pool_rows(kv_score, ape, step, state, emit, overlap)
@@ -64,7 +69,8 @@ def fake(
     ratio: int,
     overlap: bool,
 ) -> _compressor.Partials:
-    return _alloc(kv_score, ape, seq_lens, state, ratio, overlap)
+    step = _compressor.StepRows(positions, row_requests, query_starts, seq_lens, state_slots)
+    return _alloc(kv_score, ape, step, state, ratio, overlap)
 
 
 def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
@@ -92,9 +98,8 @@ def cuda(
 ) -> _compressor.Partials:
     from . import _compressor_kernel as kernel
 
-    outs = _alloc(kv_score, ape, seq_lens, state, ratio, overlap)
     step = _compressor.StepRows(positions, row_requests, query_starts, seq_lens, state_slots)
-    _compressor.check_rows("compressor_partials", kv_score, step)
+    outs = _alloc(kv_score, ape, step, state, ratio, overlap)
     kernel.pool("compressor_partials", kv_score, ape, step, state, outs, overlap)
     stored = kernel.Stored(kv_score, ape, state)
     kernel.finish_and_store("compressor_partials", positions, row_requests, ratio, step=step, stored=stored)

@@ -16,7 +16,7 @@ Source: ``Compressor.forward`` of the official inference code.
 
 import torch
 
-from . import _compressor, _compressor_cases
+from . import _compressor, _compressor_cases, _rows
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
@@ -26,6 +26,8 @@ def _check(
     ape: torch.Tensor,
     norm_weight: torch.Tensor,
     rope_table: torch.Tensor,
+    step: _compressor.StepRows,
+    block_tables: torch.Tensor,
     state: torch.Tensor,
     cache: torch.Tensor,
     ratio: int,
@@ -33,6 +35,9 @@ def _check(
     quantize: str,
 ) -> None:
     dim = _compressor.check_pool("compressor_update", kv_score, ape, state, ratio, overlap)
+    _compressor.check_step("compressor_update", kv_score, step)
+    _rows.check_indices("compressor_update", 2, block_tables=block_tables)
+    _rows.check_rows("compressor_update", "seq_lens", step.seq_lens.shape[0], block_tables=block_tables)
     _compressor.check_entry("compressor_update", dim, norm_weight, rope_table, cache, quantize)
 
 
@@ -56,9 +61,8 @@ def reference(
     quantize: str,
 ) -> None:
     """Write the entries of finished windows to ``cache`` and the step's rows to ``state``."""
-    _check(kv_score, ape, norm_weight, rope_table, state, cache, ratio, overlap, quantize)
     step = _compressor.StepRows(positions, row_requests, query_starts, seq_lens, state_slots)
-    _compressor.check_rows("compressor_update", kv_score, step)
+    _check(kv_score, ape, norm_weight, rope_table, step, block_tables, state, cache, ratio, overlap, quantize)
     emit = _compressor.emitting_rows(positions, row_requests, ratio)
     partials = _compressor.pool_rows(kv_score, ape, step, state, emit, overlap)
     pooled, found = _compressor.merge_partials(*(p.unsqueeze(0) for p in partials))
@@ -87,7 +91,8 @@ def fake(
     eps: float,
     quantize: str,
 ) -> None:
-    _check(kv_score, ape, norm_weight, rope_table, state, cache, ratio, overlap, quantize)
+    step = _compressor.StepRows(positions, row_requests, query_starts, seq_lens, state_slots)
+    _check(kv_score, ape, norm_weight, rope_table, step, block_tables, state, cache, ratio, overlap, quantize)
 
 
 def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
@@ -122,9 +127,8 @@ def cuda(
 ) -> None:
     from . import _compressor_kernel as kernel
 
-    _check(kv_score, ape, norm_weight, rope_table, state, cache, ratio, overlap, quantize)
     step = _compressor.StepRows(positions, row_requests, query_starts, seq_lens, state_slots)
-    _compressor.check_rows("compressor_update", kv_score, step)
+    _check(kv_score, ape, norm_weight, rope_table, step, block_tables, state, cache, ratio, overlap, quantize)
     partials = _compressor.alloc_partials(kv_score, seq_lens, ratio, norm_weight.shape[0])
     kernel.pool("compressor_update", kv_score, ape, step, state, partials, overlap)
     kernel.finish_and_store(

@@ -10,15 +10,13 @@ Source: ``Transformer.forward`` of the official inference code (embedding repeat
 
 import torch
 
+from . import _rows
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
 
 def _alloc(token_ids: torch.Tensor, weight: torch.Tensor, num_streams: int, dtype: torch.dtype) -> torch.Tensor:
-    if token_ids.dim() != 1 or token_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"embed_streams token_ids must be 1-D int32 or int64, got {token_ids.dim()}-D {token_ids.dtype}"
-        )
+    _rows.check_indices("embed_streams", 1, token_ids=token_ids)
     if weight.dim() != 2 or weight.shape[0] < 1:
         raise ValueError(f"embed_streams weight must be [vocab >= 1, hidden], got {list(weight.shape)}")
     if num_streams < 1:

@@ -8,13 +8,13 @@ combine give bitwise what ``expert_ffn`` gives on the rows themselves with ``det
 Numerics: fp32; one rank copies.
 A count above C, which ``ep_dispatch`` leaves on CUDA after an overflow, and sources outside 0…T−1 raise on the CPU.
 CUDA, which may not read them on the host, takes C rows and drops the rows without a place.
-Errors: ``ValueError`` for dtypes or static shapes that do not agree, and for a count or source outside the buffers on
+Errors: ``ValueError`` for dtypes or shapes that do not agree, and for a count or source outside the buffers on
 the CPU; ``NotImplementedError`` for a group of several ranks, which has no body here.
 """
 
 import torch
 
-from . import _runtime
+from . import _rows, _runtime
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
@@ -33,6 +33,7 @@ def _check(y: torch.Tensor, recv_source: torch.Tensor, recv_count: torch.Tensor,
         raise ValueError(f"ep_combine out must have shape [T, {y.shape[-1]}], got {list(out.shape)}")
     if tuple(recv_count.shape) != (1,):
         raise ValueError(f"ep_combine recv_count must have shape [1], got {list(recv_count.shape)}")
+    _rows.check_rows("ep_combine", "y", y.shape[0], recv_source=recv_source)
 
 
 def reference(
@@ -40,7 +41,7 @@ def reference(
 ) -> None:
     """One rank: scatter the received rows to where they came from, zeros elsewhere."""
     _check(y, recv_source, recv_count, out, group)
-    count, capacity = int(recv_count), min(y.shape[0], recv_source.shape[0])
+    count, capacity = int(recv_count), y.shape[0]
     if not 0 <= count <= capacity:
         raise ValueError(f"ep_combine recv_count must be in [0, {capacity}], got {count}")
     source = recv_source[:count]

@@ -11,13 +11,13 @@ Received rows fill slots 0…recv_count−1; the slots behind them are left as t
 Numerics: copies, no arithmetic.
 Overflow: if more than C rows arrive, the CPU raises. CUDA, which may not read the count on the host, keeps the first
 C rows and leaves in recv_count the number that arrived: whoever reads it compares it with C.
-Errors: ``ValueError`` for dtypes or static shapes that do not agree, and if more than C rows arrive on the CPU;
+Errors: ``ValueError`` for dtypes or shapes that do not agree, and if more than C rows arrive on the CPU;
 ``NotImplementedError`` for a group of several ranks, which has no body here.
 """
 
 import torch
 
-from . import _runtime
+from . import _rows, _runtime
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
@@ -59,13 +59,12 @@ def _check(
         raise ValueError(f"ep_dispatch weights must have {ids.shape[1]} columns like ids, got {weights.shape[1]}")
     if tuple(recv_count.shape) != (1,):
         raise ValueError(f"ep_dispatch recv_count must have shape [1], got {list(recv_count.shape)}")
-
-
-def _capacity(*buffers: torch.Tensor) -> int:
-    capacities = [buffer.shape[0] for buffer in buffers]
-    if len(set(capacities)) != 1:
-        raise ValueError(f"ep_dispatch receive buffers must have one capacity, got {capacities}")
-    return capacities[0]
+    _rows.check_rows("ep_dispatch", "x", x.shape[0], ids=ids, weights=weights)
+    buffers = {"recv_ids": recv_ids, "recv_weights": recv_weights, "recv_source": recv_source}
+    _rows.check_rows("ep_dispatch", "recv_x", recv_x.shape[0], **buffers)
+    if x_scale.shape[-1] != 0:
+        _rows.check_rows("ep_dispatch", "x", x.shape[0], x_scale=x_scale)
+        _rows.check_rows("ep_dispatch", "recv_x", recv_x.shape[0], recv_scale=recv_scale)
 
 
 def reference(
@@ -86,7 +85,7 @@ def reference(
     """One rank: compact the rows that have an expert, in row order."""
     _check(x, x_scale, ids, weights, recv_x, recv_scale, recv_ids, recv_weights, recv_source, recv_count, group)
     has_scale = x_scale.shape[-1] != 0
-    capacity = _capacity(recv_x, recv_ids, recv_weights, recv_source, *[recv_scale] * has_scale)
+    capacity = recv_x.shape[0]
     held = (ids >= 0) & (ids < num_experts)
     rows = held.any(dim=1).nonzero().flatten()
     count = rows.numel()
@@ -163,7 +162,6 @@ def cuda(
 
     received = (recv_x, recv_scale, recv_ids, recv_weights, recv_source, recv_count)
     _check(x, x_scale, ids, weights, *received, group)
-    _capacity(recv_x, recv_ids, recv_weights, recv_source, *[recv_scale] * (x_scale.shape[-1] != 0))
     for buffer in received:
         if not buffer.is_contiguous():
             raise ValueError(f"ep_dispatch receive buffers must be contiguous, got strides {buffer.stride()}")

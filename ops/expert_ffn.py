@@ -9,13 +9,13 @@ float32 or bfloat16 with empty scales. Result ``[T, D]`` fp32; rows without an e
 Numerics: fp32 products. fp32 x: no other rounding. e4m3 and bf16 x: both products and the activation are rounded to
 bf16; e4m3 x also quantises the activation to FP8 (1 x 128) before w2. The routing weight multiplies the activation in
 fp32 before w2. A row's experts are summed in fp32 in top-k order.
-Errors: ``ValueError`` for dtypes or static shapes that do not agree.
+Errors: ``ValueError`` for dtypes or shapes that do not agree.
 Source: MoE and Expert of the official inference code.
 """
 
 import torch
 
-from . import _backends, _experts
+from . import _backends, _experts, _rows
 from ._formats import ACTIVATION_BLOCK, FP4_BLOCK, WEIGHT_BLOCK, encode_e8m0, pack_fp4, quantize_fp4
 from ._registry import Arguments, PrewarmCase, register
 from ._runtime import Key
@@ -41,6 +41,7 @@ def _alloc(
         raise ValueError(f"expert_ffn ids and weights must be int32 and float32, got {ids.dtype} and {weights.dtype}")
     if ids.dim() != 2 or weights.dim() != 2 or ids.shape[1] != weights.shape[1]:
         raise ValueError(f"expert_ffn weights must have ids' shape {list(ids.shape)}, got {list(weights.shape)}")
+    _rows.check_rows("expert_ffn", "x", x.shape[0], ids=ids, weights=weights)
     return torch.empty(x.shape[0], hidden, dtype=torch.float32, device=x.device)
 
 

@@ -9,6 +9,7 @@ Source: MoE of the official inference code.
 
 import torch
 
+from . import _rows
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
@@ -25,6 +26,7 @@ def _alloc(routed: torch.Tensor, shared: torch.Tensor, dtype: torch.dtype) -> to
         raise ValueError(
             f"expert_sum routed and shared must be rows of one width, got {list(routed.shape)} and {list(shared.shape)}"
         )
+    _rows.check_rows("expert_sum", "routed", routed.shape[0], shared=shared)
     return torch.empty(routed.shape, dtype=dtype, device=routed.device)
 
 
@@ -47,8 +49,6 @@ def cuda(routed: torch.Tensor, shared: torch.Tensor, *, dtype: torch.dtype) -> t
     from . import expert_sum_kernel
 
     out = _alloc(routed, shared, dtype)
-    if shared.shape[0] != routed.shape[0]:  # the kernel would read past the end
-        raise ValueError(f"expert_sum shared must have {routed.shape[0]} rows, got {shared.shape[0]}")
     expert_sum_kernel.run(routed, shared, out)
     return out
 

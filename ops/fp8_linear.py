@@ -21,7 +21,7 @@ import torch
 
 from . import _backends, _deep_gemm, _formats
 from ._registry import Arguments, PrewarmCase, register
-from ._rows import product
+from ._rows import check_rows, product
 from ._runtime import Key
 from .quant_fp8 import quant_fp8
 from .shapes import Shape
@@ -50,13 +50,8 @@ def _alloc(
         raise ValueError(f"fp8_linear weight_scale must be {blocks}, got {list(weight_scale.shape)}")
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"fp8_linear dtype must be float32 or bfloat16, got {dtype}")
+    check_rows("fp8_linear", "x", x.shape[0], x_scale=x_scale)
     return torch.empty(x.shape[0], rows, dtype=dtype, device=x.device)
-
-
-def _check_scale_rows(x: torch.Tensor, x_scale: torch.Tensor) -> None:
-    """Not in :func:`_alloc`, which must not compare numbers of rows; a single scale row would broadcast."""
-    if x_scale.shape[0] != x.shape[0]:
-        raise ValueError(f"fp8_linear x_scale must have {x.shape[0]} rows, got {x_scale.shape[0]}")
 
 
 def reference(
@@ -70,7 +65,6 @@ def reference(
 ) -> torch.Tensor:
     """``dequantised x @ dequantised weight.T``, accumulated in fp32 and rounded once."""
     out = _alloc(x, x_scale, weight, weight_scale, dtype)
-    _check_scale_rows(x, x_scale)
     values = _formats.dequantize_fp8(x, x_scale)
     weights = _formats.dequantize_fp8_weight(weight, weight_scale)
     return out.copy_(product(values, weights, deterministic=deterministic))
@@ -117,7 +111,6 @@ def cuda(
     if not _by_deep_gemm(weight.shape, dtype):
         return cuda_decoded(x, x_scale, weight, weight_scale, dtype=dtype, deterministic=deterministic)
     out = _alloc(x, x_scale, weight, weight_scale, dtype)
-    _check_scale_rows(x, x_scale)
     _deep_gemm.gemm_nt(x, x_scale, weight, weight_scale, out)
     return out
 
@@ -135,7 +128,6 @@ def cuda_decoded(
     from . import fp8_linear_kernel
 
     out = _alloc(x, x_scale, weight, weight_scale, dtype)
-    _check_scale_rows(x, x_scale)
     fp8_linear_kernel.run(x, x_scale, weight, weight_scale, out, deterministic=deterministic)
     return out
 

@@ -16,7 +16,7 @@ import torch
 
 from . import _rope
 from ._registry import Arguments, PrewarmCase, register
-from ._rows import product
+from ._rows import check_rows, product
 from .shapes import Shape
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -44,6 +44,7 @@ def _alloc(o: torch.Tensor, rope_table: torch.Tensor, positions: torch.Tensor, w
         raise ValueError(f"grouped_o_proj groups must divide {num_heads} heads, got {groups}")
     if width != num_heads // groups * head_dim:
         raise ValueError(f"grouped_o_proj weight must take {num_heads // groups * head_dim} inputs, got {width}")
+    check_rows("grouped_o_proj", "o", o.shape[0], positions=positions)
     return torch.empty(o.shape[0], groups * rank, dtype=o.dtype, device=o.device)
 
 
@@ -52,8 +53,6 @@ def reference(
 ) -> torch.Tensor:
     """Un-rotate every head and project each group of heads to ``rank`` values."""
     out = _alloc(o, rope_table, positions, weight)
-    if positions.shape[0] != o.shape[0]:  # a single position would broadcast
-        raise ValueError(f"grouped_o_proj positions must have {o.shape[0]} rows, got {positions.shape[0]}")
     turned = _rope.rotate(o, _rope.table_rows(rope_table, positions), inverse=True)
     _, rank, width = weight.shape
     for group, (target, matrix) in enumerate(zip(out.split(rank, dim=1), weight)):
@@ -87,8 +86,6 @@ def cuda(
     from . import grouped_o_proj_kernel
 
     out = _alloc(o, rope_table, positions, weight)
-    if positions.shape[0] != o.shape[0]:
-        raise ValueError(f"grouped_o_proj positions must have {o.shape[0]} rows, got {positions.shape[0]}")
     grouped_o_proj_kernel.run(o, rope_table, positions, weight, out, deterministic=deterministic)
     return out
 

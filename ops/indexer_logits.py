@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import _indexer_deep_gemm, _paged
+from . import _indexer_deep_gemm, _paged, _rows
 from ._cases import empty_cache
 from ._example_rows import example_rows
 from ._registry import Arguments, PrewarmCase, register
@@ -42,6 +42,8 @@ def num_entries_of(
     q: torch.Tensor,
     weights: torch.Tensor,
     cache: torch.Tensor,
+    positions: torch.Tensor,
+    row_requests: torch.Tensor,
     block_tables: torch.Tensor,
     ratio: int,
     dtype: torch.dtype,
@@ -54,6 +56,10 @@ def num_entries_of(
     if weights.dtype != torch.float32 or weights.shape[1:] != q.shape[1:2]:
         got = f"{weights.dtype} {list(weights.shape[1:])}"
         raise ValueError(f"indexer_logits weights must be float32 with {q.shape[1]} heads, got {got}")
+    _rows.check_indices("indexer_logits", 1, positions=positions, row_requests=row_requests)
+    _rows.check_indices("indexer_logits", 2, block_tables=block_tables)
+    rows = {"weights": weights, "positions": positions, "row_requests": row_requests}
+    _rows.check_rows("indexer_logits", "q", q.shape[0], **rows)
     if ratio < 1:
         raise ValueError(f"indexer_logits ratio must be at least 1, got {ratio}")
     if cache.dtype != torch.uint8 and cache.shape[2] != q.shape[2]:
@@ -65,11 +71,13 @@ def _alloc(
     q: torch.Tensor,
     weights: torch.Tensor,
     cache: torch.Tensor,
+    positions: torch.Tensor,
+    row_requests: torch.Tensor,
     block_tables: torch.Tensor,
     ratio: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    num_entries = num_entries_of(q, weights, cache, block_tables, ratio, dtype)
+    num_entries = num_entries_of(q, weights, cache, positions, row_requests, block_tables, ratio, dtype)
     return q.new_empty((q.shape[0], num_entries), dtype=dtype)
 
 
@@ -86,7 +94,7 @@ def reference(
     deterministic: bool,
 ) -> torch.Tensor:
     """Score every cached entry for every row; −inf where there is nothing to see."""
-    scores = _alloc(q, weights, cache, block_tables, ratio, dtype).fill_(-torch.inf)
+    scores = _alloc(q, weights, cache, positions, row_requests, block_tables, ratio, dtype).fill_(-torch.inf)
     visible = torch.div(positions + 1, ratio, rounding_mode="floor").clamp(0, scores.shape[1])
     tile = ROW_TILE if deterministic else ENTRY_TILE
     rows_per_pass = max(1, TEMPORARY_BYTES // (_BYTES_PER_PRODUCT * q.shape[1] * tile))
@@ -132,7 +140,7 @@ def fake(
     dtype: torch.dtype,
     deterministic: bool,
 ) -> torch.Tensor:
-    return _alloc(q, weights, cache, block_tables, ratio, dtype)
+    return _alloc(q, weights, cache, positions, row_requests, block_tables, ratio, dtype)
 
 
 def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
@@ -158,7 +166,7 @@ def cuda(
     deterministic: bool,
 ) -> torch.Tensor:
     """Every row is a product of its own, whoever shares its keys, of one shape if ``deterministic``."""
-    scores = _alloc(q, weights, cache, block_tables, ratio, dtype)
+    scores = _alloc(q, weights, cache, positions, row_requests, block_tables, ratio, dtype)
     rows = positions, row_requests, block_tables
     bound = {"max_bytes": TEMPORARY_BYTES}
     if _indexer_deep_gemm.serves(q, cache, block_tables, dtype, deterministic=deterministic, **bound):

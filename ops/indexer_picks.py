@@ -38,12 +38,14 @@ def _alloc(
     q: torch.Tensor,
     weights: torch.Tensor,
     cache: torch.Tensor,
+    positions: torch.Tensor,
+    row_requests: torch.Tensor,
     block_tables: torch.Tensor,
     ratio: int,
     dtype: torch.dtype,
     topk: int,
 ) -> torch.Tensor:
-    num_entries = num_entries_of(q, weights, cache, block_tables, ratio, dtype)
+    num_entries = num_entries_of(q, weights, cache, positions, row_requests, block_tables, ratio, dtype)
     check_numbers(dtype, ratio, topk)
     return q.new_empty((q.shape[0], min(topk, num_entries)), dtype=torch.int32)
 
@@ -73,7 +75,7 @@ def reference(
     deterministic: bool,
 ) -> torch.Tensor:
     """The ``topk`` best visible entries of every row."""
-    picks = _alloc(q, weights, cache, block_tables, ratio, dtype, topk)
+    picks = _alloc(q, weights, cache, positions, row_requests, block_tables, ratio, dtype, topk)
     for part, args in _parts((q, weights, cache, positions, row_requests, block_tables), dtype):
         scores = score_entries(*args, ratio=ratio, dtype=dtype, deterministic=deterministic)
         picks[part] = pick_entries(scores, positions[part], ratio=ratio, topk=topk)
@@ -93,7 +95,7 @@ def fake(
     topk: int,
     deterministic: bool,
 ) -> torch.Tensor:
-    return _alloc(q, weights, cache, block_tables, ratio, dtype, topk)
+    return _alloc(q, weights, cache, positions, row_requests, block_tables, ratio, dtype, topk)
 
 
 def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
@@ -116,7 +118,7 @@ def cuda(
 ) -> torch.Tensor:
     from . import indexer_topk_kernel
 
-    picks = _alloc(q, weights, cache, block_tables, ratio, dtype, topk)
+    picks = _alloc(q, weights, cache, positions, row_requests, block_tables, ratio, dtype, topk)
     for part, args in _parts((q, weights, cache, positions, row_requests, block_tables), dtype):
         scores = scores_of(*args, ratio=ratio, dtype=dtype, deterministic=deterministic)
         indexer_topk_kernel.run(scores, positions[part], picks[part], ratio)

@@ -14,7 +14,7 @@ Source: indexer of the official inference code.
 
 import torch
 
-from . import _formats, _rope
+from . import _formats, _rope, _rows
 from ._example_rows import example_rows
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
@@ -25,7 +25,12 @@ _QUANTIZE = ("none", "fp4")
 
 
 def _alloc(
-    q: torch.Tensor, weights: torch.Tensor, rope_table: torch.Tensor, quantize: str, dtype: torch.dtype
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    rope_table: torch.Tensor,
+    positions: torch.Tensor,
+    quantize: str,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if q.dtype not in _ACTIVATIONS or weights.dtype not in _ACTIVATIONS:
         raise ValueError(f"indexer_query inputs must be float32 or bfloat16, got {q.dtype} and {weights.dtype}")
@@ -35,6 +40,8 @@ def _alloc(
         raise ValueError(f"indexer_query quantize must be one of {list(_QUANTIZE)}, got {quantize!r}")
     if weights.shape[1:] != q.shape[1:2]:
         raise ValueError(f"indexer_query weights must have {q.shape[1]} heads, got {list(weights.shape[1:])}")
+    _rows.check_indices("indexer_query", 1, positions=positions)
+    _rows.check_rows("indexer_query", "q", q.shape[0], weights=weights, positions=positions)
     rope_dim, dim = rope_table.shape[1], q.shape[2]
     if rope_dim % 2 or rope_dim > dim:
         raise ValueError(f"indexer_query rope_dim must be even and at most {dim}, got {rope_dim}")
@@ -54,7 +61,7 @@ def reference(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate and quantise the indexer's queries and scale its head weights."""
-    out_q, out_weights = _alloc(q, weights, rope_table, quantize, dtype)
+    out_q, out_weights = _alloc(q, weights, rope_table, positions, quantize, dtype)
     valid = (positions >= 0).unsqueeze(-1)
     value = _rope.rotate(q, _rope.table_rows(rope_table, positions))
     if quantize == "fp4":
@@ -77,7 +84,7 @@ def fake(
     quantize: str,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _alloc(q, weights, rope_table, quantize, dtype)
+    return _alloc(q, weights, rope_table, positions, quantize, dtype)
 
 
 def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
@@ -104,7 +111,7 @@ def cuda(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from . import indexer_query_kernel
 
-    out_q, out_weights = _alloc(q, weights, rope_table, quantize, dtype)
+    out_q, out_weights = _alloc(q, weights, rope_table, positions, quantize, dtype)
     indexer_query_kernel.run(q, weights, rope_table, positions, out_q, out_weights, scale, quantize)
     return out_q, out_weights
 

@@ -5,12 +5,13 @@ int32, ascending, padded with −1 at the end.
 Numerics: entry w is visible if ``w < (position + 1) // ratio``. A score of −inf (absent entry) or NaN is never
 picked. Ties go to the smallest entry number, so the result is unique and a row never depends on the others.
 Memory: temporaries stay under ``TEMPORARY_BYTES`` (beyond one row, which must fit).
-Errors: ``ValueError`` for other dtypes, or a ratio or topk below one.
+Errors: ``ValueError`` for other dtypes or shapes, or a ratio or topk below one.
 Source: indexer of the official inference code, which leaves ties open.
 """
 
 import torch
 
+from . import _rows
 from ._example_rows import example_rows
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import BLOCK_TOKENS, Shape
@@ -30,14 +31,16 @@ def check_numbers(dtype: torch.dtype, ratio: int, topk: int) -> None:
         raise ValueError(f"indexer_topk topk must be at least 1, got {topk}")
 
 
-def _alloc(scores: torch.Tensor, ratio: int, topk: int) -> torch.Tensor:
+def _alloc(scores: torch.Tensor, positions: torch.Tensor, ratio: int, topk: int) -> torch.Tensor:
     check_numbers(scores.dtype, ratio, topk)
+    _rows.check_indices("indexer_topk", 1, positions=positions)
+    _rows.check_rows("indexer_topk", "scores", scores.shape[0], positions=positions)
     return scores.new_empty((scores.shape[0], min(topk, scores.shape[1])), dtype=torch.int32)
 
 
 def reference(scores: torch.Tensor, positions: torch.Tensor, *, ratio: int, topk: int) -> torch.Tensor:
     """Pick the ``topk`` highest visible scores of every row."""
-    picks = _alloc(scores, ratio, topk)
+    picks = _alloc(scores, positions, ratio, topk)
     visible = torch.div(positions + 1, ratio, rounding_mode="floor").unsqueeze(1)
     rows_per_pass = max(1, TEMPORARY_BYTES // (_BYTES_PER_SCORE * max(1, scores.shape[1])))
     for first in range(0, scores.shape[0], rows_per_pass):
@@ -56,7 +59,7 @@ def _pick(scores: torch.Tensor, visible: torch.Tensor, count: int) -> torch.Tens
 
 
 def fake(scores: torch.Tensor, positions: torch.Tensor, *, ratio: int, topk: int) -> torch.Tensor:
-    return _alloc(scores, ratio, topk)
+    return _alloc(scores, positions, ratio, topk)
 
 
 def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
@@ -70,7 +73,7 @@ def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch
 def cuda(scores: torch.Tensor, positions: torch.Tensor, *, ratio: int, topk: int) -> torch.Tensor:
     from . import indexer_topk_kernel
 
-    picks = _alloc(scores, ratio, topk)
+    picks = _alloc(scores, positions, ratio, topk)
     indexer_topk_kernel.run(scores, positions, picks, ratio)
     return picks
 

@@ -11,6 +11,7 @@ Source: softmax over split keys (Milakov and Gimelshein, 2018).
 
 import torch
 
+from . import _rows
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
 
@@ -25,6 +26,7 @@ def _alloc(outs: torch.Tensor, lses: torch.Tensor, sink: torch.Tensor) -> tuple[
     num_parts, num_tokens, num_heads, dim = outs.shape
     if lses.shape[0] != num_parts or num_parts < 1:
         raise ValueError(f"lse_merge outs and lses must have the same parts, got {num_parts} and {lses.shape[0]}")
+    _rows.check_rows("lse_merge", "outs", num_tokens, dim=1, lses=lses)
     if lses.shape[2] != num_heads or sink.shape != (num_heads,):
         raise ValueError(
             f"lse_merge lses and sink must have {num_heads} heads, got {lses.shape[2]} and {list(sink.shape)}"

@@ -9,7 +9,7 @@ bf16; bias ``[E]`` fp32 (read unless ``hashed``); table ``[vocab, topk]`` int64 
 tensor that is not read may be empty. Experts as in ``expert_ffn`` and ``shared_expert``, both quantised or both dense.
 load_enabled ``[1]`` int32; load_counts ``[E]`` int64, added to. Result ``[T, D]`` in x's dtype, zero in pad rows.
 Numerics: those of the parts; routed sum plus shared expert in fp32, rounded once.
-Errors: ``ValueError`` for dtypes or static shapes that do not agree; ``NotImplementedError`` for a group of several
+Errors: ``ValueError`` for dtypes or shapes that do not agree; ``NotImplementedError`` for a group of several
 ranks, which has no body here.
 Source: MoE of the official inference code.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import _experts, _routing, _runtime
+from . import _experts, _routing, _rows, _runtime
 from ._registry import Arguments, PrewarmCase, register
 from .expert_ffn import example as expert_example, reference as expert_ffn
 from .linear import reference as linear
@@ -34,6 +34,7 @@ OP = "pcp_moe_shard"
 
 def _alloc(
     x: torch.Tensor,
+    token_ids: torch.Tensor,
     gate: torch.Tensor,
     bias: torch.Tensor,
     table: torch.Tensor,
@@ -60,6 +61,8 @@ def _alloc(
     for name, (tensor, shape) in expected.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{OP} {name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    _rows.check_indices(OP, 1, token_ids=token_ids)
+    _rows.check_rows(OP, "x", x.shape[0], token_ids=token_ids)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
@@ -91,7 +94,7 @@ def reference(
     """One rank: route its rows, apply their experts and the shared expert, add."""
     experts = (w13, w13_scale, w2, w2_scale)
     shared = (shared_w13, shared_w13_scale, shared_w2, shared_w2_scale)
-    out = _alloc(x, gate, bias, table, experts, shared, load_counts, topk, hashed, group)
+    out = _alloc(x, token_ids, gate, bias, table, experts, shared, load_counts, topk, hashed, group)
     logits = linear(x, gate, dtype=torch.float32, deterministic=deterministic)
     if hashed:
         ids, weights = route_hash(logits, table, token_ids, num_valid, scale=scale)
@@ -132,7 +135,7 @@ def fake(
 ) -> torch.Tensor:
     experts = (w13, w13_scale, w2, w2_scale)
     shared = (shared_w13, shared_w13_scale, shared_w2, shared_w2_scale)
-    return _alloc(x, gate, bias, table, experts, shared, load_counts, topk, hashed, group)
+    return _alloc(x, token_ids, gate, bias, table, experts, shared, load_counts, topk, hashed, group)
 
 
 def cuda(
@@ -164,7 +167,7 @@ def cuda(
     ops = torch.ops.dsv4
     experts = (w13, w13_scale, w2, w2_scale)
     shared = (shared_w13, shared_w13_scale, shared_w2, shared_w2_scale)
-    out = _alloc(x, gate, bias, table, experts, shared, load_counts, topk, hashed, group)
+    out = _alloc(x, token_ids, gate, bias, table, experts, shared, load_counts, topk, hashed, group)
     logits = ops.linear.default(x, gate, dtype=torch.float32, deterministic=deterministic)
     if hashed:
         ids, weights = ops.route_hash.default(logits, table, token_ids, num_valid, scale=scale)

@@ -17,7 +17,7 @@ import torch
 from . import _cases, _formats, _paged, _rope
 from ._example_rows import example_rope_table, example_rows
 from ._registry import Arguments, PrewarmCase, register
-from ._rows import rms_normalize
+from ._rows import check_rows, rms_normalize
 from .shapes import WINDOW_PAGE_TOKENS, Shape
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -46,16 +46,10 @@ def _alloc(
     for name, tensor in (("positions", positions), ("window_slots", window_slots)):
         if tensor.dim() != 1 or tensor.dtype != torch.int64:
             raise ValueError(f"qkv_rope_cache {name} must be 1-D int64, got {tensor.dim()}-D {tensor.dtype}")
+    check_rows("qkv_rope_cache", "q", q.shape[0], kv=kv, positions=positions, window_slots=window_slots)
     _rope.check("qkv_rope_cache", rope_table, head_dim)
     _paged.check("qkv_rope_cache", window_cache, head_dim)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-def _check_rows(*tensors: torch.Tensor) -> None:
-    """Not in the fake: its row counts may be unbacked."""
-    rows = [t.shape[0] for t in tensors]
-    if len(set(rows)) > 1:
-        raise ValueError(f"qkv_rope_cache q, kv, positions and window_slots must have equal rows, got {rows}")
 
 
 def reference(
@@ -72,7 +66,6 @@ def reference(
 ) -> torch.Tensor:
     """Return the normalised, rotated queries and write the step's keys (which are also its values)."""
     out = _alloc(q, kv, kv_norm_weight, rope_table, positions, window_slots, window_cache)
-    _check_rows(q, kv, positions, window_slots)
     angles = _rope.table_rows(rope_table, positions)
     keys = _rope.rotate(rms_normalize(kv, kv_norm_weight, eps), angles)
     if quantize:
@@ -140,7 +133,6 @@ def cuda(
     from . import qkv_rope_cache_kernel
 
     out = _alloc(q, kv, kv_norm_weight, rope_table, positions, window_slots, window_cache)
-    _check_rows(q, kv, positions, window_slots)
     qkv_rope_cache_kernel.run(
         q, kv, kv_norm_weight, rope_table, positions, window_slots, window_cache, out, eps, quantize
     )

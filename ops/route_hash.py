@@ -11,21 +11,18 @@ Source: Gate of the hash-routed layers of the official inference code.
 
 import torch
 
-from . import _routing
+from . import _routing, _rows
 from ._registry import Arguments, PrewarmCase, register
 from .shapes import Shape
-
-INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def _alloc(
     logits: torch.Tensor, table: torch.Tensor, token_ids: torch.Tensor, num_valid: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _routing.check_logits("route_hash", logits)
-    for name, tensor, dim in (("table", table, 2), ("token_ids", token_ids, 1)):
-        if tensor.dim() != dim or tensor.dtype not in INDEX_DTYPES:
-            got = f"{tensor.dim()} dimensions, {tensor.dtype}"
-            raise ValueError(f"route_hash {name} must have {dim} dimensions, int32 or int64, got {got}")
+    _rows.check_indices("route_hash", 2, table=table)
+    _rows.check_indices("route_hash", 1, token_ids=token_ids)
+    _rows.check_rows("route_hash", "logits", logits.shape[0], token_ids=token_ids)
     if table.shape[0] < 1 or table.shape[1] < 1:
         raise ValueError(f"route_hash table must have at least one entry, got shape {list(table.shape)}")
     _routing.check_counter("route_hash", "num_valid", num_valid)
@@ -76,8 +73,8 @@ def cuda_cases(shape: Shape, device: torch.device, max_tokens: int) -> tuple[Pre
     from . import _routing_kernel
 
     cases = []
-    for table_dtype in INDEX_DTYPES:
-        for token_dtype in INDEX_DTYPES:
+    for table_dtype in _rows.INDEX_DTYPES:
+        for token_dtype in _rows.INDEX_DTYPES:
 
             def arguments(table_dtype: torch.dtype = table_dtype, token_dtype: torch.dtype = token_dtype) -> Arguments:
                 logits = torch.zeros(1, shape.num_experts, device=device)

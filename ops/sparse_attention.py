@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _paged
+from . import _paged, _rows
 from ._attention_tiles import KEY_BLOCK, attend_tile, tile_places
 from ._cases import empty_cache
 from ._example_rows import example_rows
@@ -48,12 +48,15 @@ def _check(
     entry_cache: torch.Tensor,
     picks: torch.Tensor,
     sink: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor,
     window: int,
     ratio: int,
     entries: str,
 ) -> None:
+    """``tables``: positions, row_requests, window_tables and block_tables."""
+    positions, row_requests, window_tables, block_tables = tables
     num_heads, dim = q.shape[1:]
     if q.dtype not in _DTYPES or out.dtype != q.dtype:
         raise ValueError(f"sparse_attention q and out must both be float32 or bfloat16, got {q.dtype} and {out.dtype}")
@@ -73,6 +76,12 @@ def _check(
             raise ValueError(f"sparse_attention {name} must have dimension {dim}, got {width}")
     if entries not in _ENTRIES:
         raise ValueError(f"sparse_attention entries must be one of {list(_ENTRIES)}, got {entries!r}")
+    _rows.check_indices("sparse_attention", 1, positions=positions, row_requests=row_requests)
+    _rows.check_indices("sparse_attention", 2, window_tables=window_tables, block_tables=block_tables)
+    rows = {"positions": positions, "row_requests": row_requests, "out": out, "lse": lse}
+    _rows.check_rows("sparse_attention", "q", q.shape[0], **rows, **{"picks": picks} if entries == "picked" else {})
+    if entries != "none":
+        _rows.check_rows("sparse_attention", "window_tables", window_tables.shape[0], block_tables=block_tables)
     if window < 1:
         raise ValueError(f"sparse_attention window must be at least 1, got {window}")
     if entries != "none" and ratio < 1:
@@ -123,7 +132,8 @@ def reference(
     deterministic: bool,
 ) -> None:
     """Attend to the window and the chosen entries; write ``out`` and ``lse``."""
-    _check(q, window_cache, entry_cache, picks, sink, out, lse, window, ratio, entries)
+    tables = (positions, row_requests, window_tables, block_tables)
+    _check(q, window_cache, entry_cache, picks, sink, tables, out, lse, window, ratio, entries)
     dim = q.shape[2]
     num_entries = block_tables.shape[1] * _paged.page_rows(entry_cache, dim)
     visible = torch.zeros_like(positions)
@@ -246,7 +256,8 @@ def fake(
     scale: float,
     deterministic: bool,
 ) -> None:
-    _check(q, window_cache, entry_cache, picks, sink, out, lse, window, ratio, entries)
+    tables = (positions, row_requests, window_tables, block_tables)
+    _check(q, window_cache, entry_cache, picks, sink, tables, out, lse, window, ratio, entries)
 
 
 def example(shape: Shape, *, num_tokens: int, device: torch.device, dtype: torch.dtype, seed: int) -> Arguments:
@@ -288,8 +299,8 @@ def cuda(
     """One program per row and block of heads, so that a row never depends on the others; few rows: several of them."""
     from . import sparse_attention_kernel
 
-    _check(q, window_cache, entry_cache, picks, sink, out, lse, window, ratio, entries)
     tables = (positions, row_requests, window_tables, block_tables)
+    _check(q, window_cache, entry_cache, picks, sink, tables, out, lse, window, ratio, entries)
     sparse_attention_kernel.run(
         q, window_cache, entry_cache, picks, sink, *tables, out, lse,
         window=window, ratio=ratio, entries=entries, scale=scale, deterministic=deterministic,

@@ -55,7 +55,7 @@ def test_overflow_keeps_the_first_rows_and_shows_in_the_count():
 def test_wrong_buffers():
     sent = make_sent(5, seed=4)
     buffers = list(make_buffers(sent, 9))
-    with pytest.raises(ValueError, match=r"one capacity, got \[9, 9, 8, 9, 9\]"):
+    with pytest.raises(ValueError, match="must have the 9 rows of recv_x, got 8"):
         SPEC.cuda(*sent, *buffers[:3], buffers[3][1:], *buffers[4:], **KEYWORDS)
     buffers[0] = torch.empty(buffers[0].shape[1], 9).t()
     with pytest.raises(ValueError, match="must be contiguous, got strides"):

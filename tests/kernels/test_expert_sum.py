@@ -30,5 +30,5 @@ def test_odd_widths_slices_and_poisoned_outputs(monkeypatch, hidden):
 
 
 def test_refuses_missing_rows():
-    with pytest.raises(ValueError, match="shared must have 3 rows, got 2"):
+    with pytest.raises(ValueError, match="shared must have the 3 rows of routed, got 2"):
         SPEC.cuda(torch.zeros(3, 8), torch.zeros(2, 8), dtype=torch.float32)

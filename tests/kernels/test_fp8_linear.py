@@ -100,7 +100,7 @@ def test_every_code():
 
 def test_wrong_number_of_scale_rows():
     x, x_scale, weight, weight_scale = make(4, 256, 16)
-    with pytest.raises(ValueError, match="fp8_linear x_scale must have 4 rows, got 1"):
+    with pytest.raises(ValueError, match="fp8_linear x_scale must have the 4 rows of x, got 1"):
         SPEC.cuda(x, x_scale[:1], weight, weight_scale, dtype=BF16, deterministic=False)
 
 

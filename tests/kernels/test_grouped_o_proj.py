@@ -100,7 +100,7 @@ def test_row_alone_equals_row_in_batch():
 
 def test_wrong_number_of_positions():
     o, table, positions, weight = make(4, 2, 64, 32, 1, 16, BF16, BF16)
-    with pytest.raises(ValueError, match="grouped_o_proj positions must have 4 rows, got 1"):
+    with pytest.raises(ValueError, match="grouped_o_proj positions must have the 4 rows of o, got 1"):
         SPEC.cuda(o, table, positions[:1], weight, deterministic=True)
 
 

@@ -78,7 +78,7 @@ def test_zero_rows_stay_zero():
 
 def test_wrong_number_of_scale_rows():
     (x, x_scale, *weights), limit = make("fp8", 3, seed=5)
-    with pytest.raises(ValueError, match="shared_expert x_scale must have 3 rows, got 1"):
+    with pytest.raises(ValueError, match="shared_expert x_scale must have the 3 rows of x, got 1"):
         run(SPEC.cuda, (x, x_scale[:1], *weights), limit)
 
 

@@ -93,7 +93,7 @@ def test_rows_of_other_ranks_are_empty():
     ("change", "message"),
     [
         ({"kv_score": torch.randn(3, 7)}, r"kv_score must be \[tokens, 512\], got \[3, 7\]"),
-        ({"positions": torch.arange(2)}, r"must have equal rows, got \[3, 2, 3\]"),
+        ({"positions": torch.arange(2)}, r"positions must have the 3 rows of kv_score, got 2"),
         ({"state": torch.randn(5, 7, 512)}, r"ring must have at least 8 rows, got 7"),
         ({"state": torch.randn(5, 8, 512).bfloat16()}, r"state must be float32, got torch.bfloat16"),
     ],

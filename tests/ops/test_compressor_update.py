@@ -192,7 +192,7 @@ CPU = torch.device("cpu")
     ("change", "message"),
     [
         ({"kv_score": torch.randn(3, 7)}, r"kv_score must be \[tokens, 512\], got \[3, 7\]"),
-        ({"kv_score": torch.randn(2, 512)}, r"must have equal rows, got \[2, 3, 3\]"),
+        ({"kv_score": torch.randn(2, 512)}, r"positions must have the 2 rows of kv_score, got 3"),
         ({"ape": torch.randn(3, 256)}, r"ape must be \[4, width\], .* got \[3, 256\]"),
         ({"state": torch.randn(5, 7, 512)}, r"ring must have at least 8 rows, got 7"),
         ({"norm_weight": torch.randn(3)}, r"norm_weight must have shape \[128\], got \[3\]"),

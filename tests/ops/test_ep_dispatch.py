@@ -100,7 +100,7 @@ WRONG = [
     (4, lambda t: t.double(), "recv_x must have dtype torch.float32 and 40 columns, got torch.float64 and 40"),
     (5, lambda t: t[:, 1:], "recv_scale must have dtype torch.float32 and 2 columns, got torch.float32 and 1"),
     (6, lambda t: t.long(), "recv_ids must have dtype torch.int32 and 3 columns, got torch.int64 and 3"),
-    (7, lambda t: t[1:], r"receive buffers must have one capacity, got \[9, 9, 8, 9, 9\]"),
+    (7, lambda t: t[1:], r"recv_weights must have the 9 rows of recv_x, got 8"),
     (8, lambda t: t.int(), "recv_source must have dtype torch.int64, got torch.int32"),
     (9, lambda t: t.repeat(2), r"recv_count must have shape \[1\], got \[2\]"),
 ]

@@ -84,7 +84,7 @@ def _replace(position: int, value: torch.Tensor) -> list[torch.Tensor]:
         (0, torch.randn(3, 200), r"x must be 2-D torch.float8_e4m3fn, got 2-D torch.float32"),
         (0, torch.randn(3, 199).to(torch.float8_e4m3fn), r"x must be \[num_tokens, 200\], got \[3, 199\]"),
         (1, torch.rand(3, 1), r"x_scale must be \[num_tokens, 2\], got \[3, 1\]"),
-        (1, torch.rand(1, 2), r"x_scale must have 3 rows, got 1"),
+        (1, torch.rand(1, 2), r"x_scale must have the 3 rows of x, got 1"),
         (1, torch.ones(3, 2, dtype=torch.uint8), r"x_scale must be 2-D torch.float32, got 2-D torch.uint8"),
         (2, torch.randn(200).to(torch.float8_e4m3fn), r"weight must be 2-D torch.float8_e4m3fn, got 1-D"),
         (3, torch.rand(1, 2), r"weight_scale must be \[2, 2\], got \[1, 2\]"),

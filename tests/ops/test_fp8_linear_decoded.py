@@ -39,7 +39,7 @@ def test_it_means_what_fp8_linear_means(dtype, deterministic):
 
 def test_a_single_scale_row_does_not_broadcast():
     x, x_scale, weight, scale = operands(3, 24, 40)
-    with pytest.raises(ValueError, match="x_scale must have 3 rows, got 1"):
+    with pytest.raises(ValueError, match="x_scale must have the 3 rows of x, got 1"):
         ops.fp8_linear_decoded(x, x_scale[:1], weight, scale, dtype=torch.float32, deterministic=False)
 
 

@@ -121,7 +121,7 @@ def test_a_row_alone_is_the_row_in_a_batch(num_tokens, dtype):
         ({"weight": torch.randn(4, 10, 60)}, r"groups must divide 6 heads, got 4"),
         ({"weight": torch.randn(3, 10, 40)}, r"weight must take 80 inputs, got 40"),
         ({"positions": torch.arange(5).int()}, r"positions must be 1-D int64, got 1-D torch.int32"),
-        ({"positions": torch.tensor([3])}, r"positions must have 5 rows, got 1"),
+        ({"positions": torch.tensor([3])}, r"positions must have the 5 rows of o, got 1"),
         ({"table": torch.randn(70, 15)}, r"rope_dim must be even and in \[2, 40\], got 15"),
         ({"table": torch.randn(70, 42)}, r"rope_dim must be even and in \[2, 40\], got 42"),
         ({"table": torch.randn(70, 16).bfloat16()}, r"rope_table must be 2-D float32, got 2-D torch.bfloat16"),

@@ -159,7 +159,7 @@ def test_opcheck_at_model_width(dtype):
         ({"kv": torch.randn(3, 5)}, r"kv must be \[tokens, 128\] torch.float32, got \[3, 5\] torch.float32"),
         ({"kv": torch.randn(3, 128).bfloat16()}, r"kv must be \[tokens, 128\] torch.float32, .* torch.bfloat16"),
         ({"kv_norm_weight": torch.randn(4)}, r"kv_norm_weight must have shape \[128\], got \[4\]"),
-        ({"positions": torch.arange(1)}, r"must have equal rows, got \[3, 3, 1, 3\]"),
+        ({"positions": torch.arange(1)}, r"positions must have the 3 rows of q, got 1"),
         ({"window_slots": torch.arange(3).int()}, r"window_slots must be 1-D int64, got 1-D torch.int32"),
         ({"rope_table": torch.randn(9, 130)}, r"rope_dim must be even and in \[2, 128\], got 130"),
         ({"window_cache": torch.randn(2, 128, 4)}, r"cache must be \[pages, rows, 128\], got \[2, 128, 4\]"),

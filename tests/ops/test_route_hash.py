@@ -106,10 +106,10 @@ def test_reads_nothing_back():
     ("position", "value", "message"),
     [
         (0, torch.randn(3, 16).half(), r"route_hash logits must have dtype torch.float32, got torch.float16"),
-        (1, torch.arange(6), r"route_hash table must have 2 dimensions, int32 or int64, got 1 dimensions, torch.int64"),
-        (1, torch.randn(5, 6), r"route_hash table must have 2 dimensions, int32 or int64, got 2 dimensions, torch.fl"),
+        (1, torch.arange(6), r"route_hash table must be 2-D int32 or int64, got 1-D torch.int64"),
+        (1, torch.randn(5, 6), r"route_hash table must be 2-D int32 or int64, got 2-D torch.float32"),
         (1, torch.empty(0, 6).int(), r"route_hash table must have at least one entry, got shape \[0, 6\]"),
-        (2, torch.randn(3), r"route_hash token_ids must have 1 dimensions, int32 or int64, got 1 dimensions, torch.fl"),
+        (2, torch.randn(3), r"route_hash token_ids must be 1-D int32 or int64, got 1-D torch.float32"),
         (3, torch.tensor(3), r"route_hash num_valid must be \[1\] torch.int32, got \[\] torch.int64"),
     ],
 )
