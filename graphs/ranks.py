@@ -98,7 +98,7 @@ class Ranks:
 
         Raises:
             RuntimeError: the block failed on another rank, naming rank and error.
-            TimeoutError: naming the ranks that did not come.
+            TimeoutError: naming the ranks that did not come; an error of the block itself comes first.
         """
         meeting, failure = Meeting(), None
         try:
@@ -106,8 +106,15 @@ class Ranks:
         except Exception as error:
             failure = error
         told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        with waiting or nullcontext():
-            answers = self.exchange(name, {"value": meeting.value if failure is None else None, "error": told})
+        if failure is not None and self.size > 1:
+            logger.error("rank %d failed at '%s', and tells the others before it raises: %s", self.rank, name, told)
+        try:
+            with waiting or nullcontext():
+                answers = self.exchange(name, {"value": meeting.value if failure is None else None, "error": told})
+        except TimeoutError as late:
+            if failure is None:
+                raise
+            raise failure from late
         if failure is not None:
             raise failure
         failed = [f"rank {n}: {answer['error']}" for n, answer in enumerate(answers) if answer["error"] is not None]

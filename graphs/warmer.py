@@ -4,7 +4,7 @@ A worker that finds a key's lock taken puts the key at the end of the queue and 
 again it waits. So processes that start together on one cold cache share the compilations, each key compiles once, and
 every process has loaded every key in the end. Lock files stay, empty.
 
-A case may launch kernels that other cases launch too. Each kernel has a lock of its own, which a worker waits for: one
+A case may launch kernels that other cases launch too. Each kernel has a lock of its own, which a worker waits for: a
 case that has begun is not put back. It is held while the kernel is built and launched, and no other is taken meanwhile.
 """
 

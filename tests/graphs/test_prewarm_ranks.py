@@ -34,6 +34,14 @@ def test_missing_ranks_are_named():
     other.join()
 
 
+def test_a_rank_that_failed_says_why_even_if_nobody_comes(caplog):
+    """Not that the others are late, of which its failure may be the cause."""
+    ranks = Ranks(0, 2, dist.HashStore(), timedelta(seconds=0.1))
+    with pytest.raises(ValueError, match="shard 2 must be whole") as error, ranks.together("loaded"):
+        raise ValueError("shard 2 must be whole")
+    assert isinstance(error.value.__cause__, TimeoutError) and "rank 0 failed at 'loaded'" in caplog.text
+
+
 def _ignoring_timeout(ranks: Ranks) -> None:
     with pytest.raises(TimeoutError):
         ranks.exchange("warm", 1)
